@@ -6,6 +6,7 @@ python analysis/match_temperature.py runs/ --noisy nvfp4 --sigma 1e-2
 from qerl_bench.checks import require
 from qerl_bench.commands.exits import guarded
 from qerl_bench.statistics import mean_ci
+from qerl_bench.studies.design.looks import shown_runs
 from qerl_bench.studies.figures.noise import SIGMA_FACTORS, entropies, matched_temperature, with_constant_sigma
 from qerl_bench.studies.figures.read import select
 from qerl_bench.studies.runs.comparable import load_runs
@@ -20,7 +21,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--step", type=int, default=1, help="training step to match at (default: 1)")
     options = parser.parse_args(arguments)
 
-    runs = load_runs(options.runs, options.mixed_code, options.without)
+    runs = load_runs(shown_runs(options.runs, options.without), options.mixed_code)
     factors = (*SIGMA_FACTORS, "rollout.temperature")
     table = entropies(select(with_constant_sigma(runs), factors).runs, options.step)
     arm = table[(table["quant"] == options.noisy) & (table["sigma"] == options.sigma) & (table["temperature"] == 1.0)]

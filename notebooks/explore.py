@@ -17,11 +17,25 @@ def _():
     import marimo as mo
 
     from qerl_bench.checks import ConfigError
+    from qerl_bench.studies.design.looks import shown_runs
     from qerl_bench.studies.figures.style import FORMAT_COLORS, OTHER_COLORS, label_axes, panels, paper_style
     from qerl_bench.studies.runs.comparable import load_runs, tidy
     from qerl_bench.studies.runs.settings import Study
 
-    return ConfigError, FORMAT_COLORS, OTHER_COLORS, Path, Study, label_axes, load_runs, mo, panels, paper_style, tidy
+    return (
+        ConfigError,
+        FORMAT_COLORS,
+        OTHER_COLORS,
+        Path,
+        Study,
+        label_axes,
+        load_runs,
+        mo,
+        panels,
+        paper_style,
+        shown_runs,
+        tidy,
+    )
 
 
 @app.cell
@@ -33,11 +47,11 @@ def _(Path, mo):
 
 
 @app.cell
-def _(ConfigError, Study, folder, load_runs, mo, tidy):
+def _(ConfigError, Study, folder, load_runs, mo, shown_runs, tidy):
     # Only runs that differ in nothing but these keys, so that a line never mixes settings which no column tells apart.
     keys = ("quant.", "quantizer.", "aqn.", "algo.", "lora.rank", "optim.lr", "model.", "task.")
     try:
-        loaded, refusal = load_runs([folder.value], mixed_code=True), ""
+        loaded, refusal = load_runs(shown_runs([folder.value]), mixed_code=True), ""
         comparable = loaded if len(Study(loaded).settings) == 1 else Study(loaded).select(*keys).runs
     except ConfigError as error:
         loaded, comparable, refusal = [], [], str(error)

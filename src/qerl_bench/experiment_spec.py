@@ -35,6 +35,7 @@ from qerl_bench.options import user_options
 from qerl_bench.options.files import options_of
 from qerl_bench.options.names import option
 from qerl_bench.parallel import ParallelSpec
+from qerl_bench.process.cards import DeviceCheck
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.reward.base import RewardSource
@@ -84,7 +85,7 @@ class Experiment:
             save_every=count(),
             save_on_term=flag,
             seed=count(0),
-            device=one_of("auto", "cpu", "cuda"),
+            device=DeviceCheck(),
             kernel=one_of("auto", "block", "modules", "torch"),
         )
         require(

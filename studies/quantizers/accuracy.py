@@ -12,6 +12,7 @@ import pandas as pd
 from qerl_bench.checks import require
 from qerl_bench.commands.exits import guarded
 from qerl_bench.statistics import mean_ci_crossed, t_quantile
+from qerl_bench.studies.design.looks import shown_runs
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.script import parser_for
@@ -24,7 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_for(__doc__)
     add_format(parser)
     options = parser.parse_args(arguments)
-    table = compare(load_runs(options.runs, options.mixed_code, options.without))
+    table = compare(load_runs(shown_runs(options.runs, options.without), options.mixed_code))
     write_table(for_paper(table), options.format, options.out)
     print(table.to_string(index=False, float_format=lambda value: f"{value:.3f}", na_rep="-"))
 

@@ -28,9 +28,10 @@ from qerl_bench.rundir.checksums import digest
 from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.statistics import mean_ci
 from qerl_bench.studies.design.design import read_design
+from qerl_bench.studies.design.looks import at_last_look, counted
 from qerl_bench.studies.design.primary import MEASURES
 from qerl_bench.studies.design.sessions import Sessions, read_sessions, read_study
-from qerl_bench.studies.report.primary import at_last_look, counted, differences
+from qerl_bench.studies.report.primary import differences
 from qerl_bench.studies.tables.markdown import markdown_table
 
 HERE = Path(__file__).resolve().parent

@@ -24,6 +24,7 @@ import yaml
 
 from qerl_bench.checks import require
 from qerl_bench.commands.exits import guarded
+from qerl_bench.studies.design.looks import shown_runs
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.script import parser_for
@@ -46,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_for(__doc__)
     add_format(parser)
     options = parser.parse_args(arguments)
-    runs = load_runs(options.runs, options.mixed_code, options.without)
+    runs = load_runs(shown_runs(options.runs, options.without), options.mixed_code)
     chosen = [run for run in runs if run.finished and set_of(run.config) is not None]
     require(bool(chosen), "no finished run holds out one of the four sets: they are made by experiment=paper/table2 -m")
     if len(chosen) < len(runs):

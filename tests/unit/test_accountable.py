@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from qerl_bench.rundir import checkout
 from qerl_bench.rundir.checkout import patch_of, uncommitted
 from qerl_bench.rundir.environment import code_digest, environment
 from qerl_bench.studies.conduct.accountable import account_for_changes
+from qerl_bench.studies.design.protocol import COMMITS, commits_in, protocol_commit
 
 DESIGN = CONF_DIR.parent / "studies" / "worlds-2026" / "study.yaml"
 
@@ -158,6 +160,56 @@ def test_a_study_is_refused_before_anything_is_made(
         study.main([*words, "with_changes=true"])
     (kept,) = (tmp_path / "out").glob("changes-*.diff")
     assert asked and "+new" in kept.read_text()
+
+
+@pytest.fixture
+def own_study(repository: Path, tmp_path: Path) -> Path:
+    """A study in a repository of its own, with a protocol in the folder around it; one commit holds both."""
+    folder = tmp_path / "mine"
+    write(folder / "protocol.md", "# Noise\n")
+    write(folder / "noise" / "study.yaml", "old\n")
+    git(folder, "init")
+    git(folder, "add", ".")
+    git(folder, "commit", "-m", "design")
+    return folder / "noise" / "study.yaml"
+
+
+def head(folder: Path) -> str | None:
+    return checkout.git_in(folder, "rev-parse", "HEAD")
+
+
+@pytest.mark.parametrize("changed", ["protocol.md", "noise/study.yaml"])
+def test_a_study_in_another_repository_must_be_committed_there(
+    changed: str, own_study: Path, repository: Path, tmp_path: Path
+) -> None:
+    folder, out = own_study.parents[1], own_study.parent / "data" / "first"
+    designed = head(folder)
+    account_for_changes(own_study, out, with_changes=False)
+    account_for_changes(own_study, out, with_changes=False)  # continued
+    assert commits_in(out / COMMITS) == [{"code": head(repository), "study": designed}]
+    write(folder / "notes.txt", "another commit, and a file that no run reads\n")
+    write(folder / changed, "new\n")
+    with pytest.raises(ConfigError, match=rf"{changed} are not committed.*with_changes=true"):
+        account_for_changes(own_study, out, with_changes=False)
+    account_for_changes(own_study, out, with_changes=True)
+    git(folder, "commit", "-am", "amendment")
+    account_for_changes(own_study, out, with_changes=False)
+    code = head(repository)
+    assert [*map(tuple, map(dict.values, commits_in(out / COMMITS)))] == [
+        (code, designed), (code, None), (code, head(folder)),
+    ]  # fmt: skip
+    assert protocol_commit(own_study.parent) == designed
+    shutil.copytree(own_study.parent, tmp_path / "given" / "away")
+    assert protocol_commit(tmp_path / "given" / "away") == designed
+
+
+def test_of_a_study_that_no_commit_holds_this_is_said(
+    repository: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        account_for_changes(tmp_path / "study.yaml", tmp_path / "out", with_changes=False)
+    assert "no commit" in caplog.text and str(tmp_path / "study.yaml") in caplog.text
+    assert not (tmp_path / "out").exists()
 
 
 def test_times_and_base_of_a_run_reach_the_committed_study(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.process import device
+from qerl_bench.process.cards import DeviceCheck, require_gpu, visible_gpus
 from qerl_bench.process.device import PhaseTimer, peak_gib, reset_peak, resolve_device
 
 
@@ -35,6 +36,50 @@ def test_a_gpu_that_is_missing_is_an_error_and_no_silent_fallback(gpu: Callable[
     gpu(is_available=lambda: False)
     with pytest.raises(ConfigError, match="device=cpu"):
         resolve_device("cuda")
+
+
+def two_cards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program nvidia-smi that lists two."""
+    program = folder / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '0, NVIDIA H100 80GB HBM3'\necho '1, NVIDIA A40'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+@pytest.mark.parametrize("wanted", ["cuda:7", "gpu", "mps", "", None])
+def test_another_device_is_refused_with_the_cards_that_there_are(
+    wanted: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    named = rf"device must be one of auto, cpu, cuda, got {wanted!r}\. "
+    with pytest.raises(ConfigError, match=f"{named}nvidia-smi lists no GPU.*device=cpu"):
+        DeviceCheck()("device", wanted)
+    two_cards(tmp_path, monkeypatch)
+    with pytest.raises(ConfigError, match=rf"{named}.* 0 \(NVIDIA H100 80GB HBM3\), 1 \(NVIDIA A40\).*device=cuda"):
+        DeviceCheck()("device", wanted)
+
+
+@pytest.mark.parametrize("hiding", ["", "-1", "-1,0"])
+def test_hidden_cards_are_named_with_what_hides_them(
+    hiding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_cards(tmp_path, monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hiding)
+    with pytest.raises(ConfigError, match=rf"device=cuda.*0 \(.*1 \(.*CUDA_VISIBLE_DEVICES='{hiding}'.*device=cpu"):
+        require_gpu("cuda")
+    require_gpu("cpu")
+    require_gpu("auto")
+
+
+def test_gpus_to_use_are_those_chosen_or_else_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two_cards(tmp_path, monkeypatch)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus() == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert visible_gpus() == ["1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []
 
 
 def test_phases_measure_each_and_add_up_repeats() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +17,11 @@ from scipy import stats
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.studies.design.design import read_design
+from qerl_bench.studies.design.looks import at_last_look, counted
 from qerl_bench.studies.design.primary import Primary
-from qerl_bench.studies.report.primary import at_last_look, counted, look, primary_page
+from qerl_bench.studies.report.primary import look, primary_page
 from qerl_bench.studies.report.secondary import secondary_page
-from qerl_bench.studies.report.sessions import figures, read_once, texts
+from qerl_bench.studies.report.sessions import figures, main, read_once, shown_on_page, texts
 from qerl_bench.studies.runs.comparable import load_runs
 from tests.scripts import ROOT
 
@@ -117,6 +119,20 @@ def test_all_pages_see_the_bases_of_the_last_look_alone() -> None:
     assert len(seen.probes) in real.design.primary.looks
     fewer = replace(real, runs={cell: run for cell, run in real.runs.items() if cell[:2] != ("nvfp4", 8)})
     assert len(counted(fewer, real.design.primary).bases) == 7 and at_last_look(fewer) is None
+
+
+def test_the_report_of_a_study_with_a_page_writes_the_figures_that_the_page_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study, page = tmp_path / "05b", tmp_path / "README.md"
+    shutil.copytree(REAL / "05b", study, ignore=shutil.ignore_patterns("*.svg"))
+    assert shown_on_page(study) is None
+    page.write_text("# A study\n![Entropy by step](05b/results/curves.svg)\n")
+    main([str(study)])
+    assert {file.name for file in study.rglob("*.svg")} == {"curves.svg"}
+    assert (study / "results/curves.svg").read_text() == (REAL / "05b/results/curves.svg").read_text()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "arms.svg" in last and "probes.svg" in last and "curves.svg" not in last
 
 
 def test_what_stands_beside_primary_contrasts_is_a_mean_of_pairs_and_no_verdict() -> None:

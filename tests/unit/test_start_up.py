@@ -111,12 +111,15 @@ def test_a_finished_point_is_one_with_the_same_config(tmp_path: Path) -> None:
 HEAVY = ("torch", "transformers", "peft", "matplotlib", "scipy")
 
 
-def imported(*words: str) -> tuple[str, str, set[str]]:
-    """What a command prints to stdout and to stderr, and which heavy packages it imports."""
-    program = "import sys; from qerl_bench.__main__ import main; main(); print('imported', *sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": f"{SOURCES}{os.pathsep}{SOURCES.parent / 'kernels'}"}
+def imported(*words: str, code: int = 0, **variables: str) -> tuple[str, str, set[str]]:
+    """What a command that ends with `code` prints to stdout and stderr, and which heavy packages it imports."""
+    program = (
+        "import atexit, sys; from qerl_bench.__main__ import main; "
+        "atexit.register(lambda: print('imported', *sys.modules)); main()"
+    )
+    environment = {**os.environ, **variables, "PYTHONPATH": f"{SOURCES}{os.pathsep}{SOURCES.parent / 'kernels'}"}
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     result, _, modules = done.stdout.rpartition("imported ")
     return result, done.stderr, set(HEAVY) & set(modules.split())
 
@@ -134,6 +137,17 @@ def test_a_finished_run_is_told_without_torch(tmp_path: Path) -> None:
     told = [line[9:] for line in lines if "before seals" not in line]
     assert told == ["sweep of 1 runs: 1 finished before, 0 to do", "1 at a time"]
     assert not (tmp_path / "runs" / "x" / ".hydra").exists()
+
+
+@pytest.mark.parametrize("command", ["run", "probe", "eval"])
+def test_a_gpu_that_is_hidden_is_missed_without_torch(command: str, tmp_path: Path) -> None:
+    words = ["experiment=smoke", f"root={tmp_path}"]
+    if command == "eval":
+        finished_run(tmp_path)
+        (tmp_path / "runs" / "x" / "checkpoints" / f"step_{compose(words).steps:06}").mkdir(parents=True)
+        words = [str(tmp_path / "runs" / "x")]
+    _, said, heavy = imported(command, *words, "device=cuda", code=2, CUDA_VISIBLE_DEVICES="")
+    assert heavy == set() and "device=cuda" in said and "device=cpu" in said
 
 
 def test_status_reads_neither_torch_nor_pandas(tmp_path: Path) -> None:

@@ -25,19 +25,19 @@ def drafted(folder: Path, *words: str) -> None:
 
 
 def budget(**changes: float) -> Budget:
-    values = {"minutes": 100, "run_minutes": 2, "slots": 1, "models": 1, "arms": 2, "margin": 1, "sd": 2} | changes
-    return Budget(**values)  # type: ignore[arg-type]
+    values = {"minutes": 100, "run_minutes": 2, "slots": 1, "models": 1, "arms": 2, "margin": 1, "sd": 2}
+    return Budget(**values | {"formats": 1, "answers": 10**9} | changes)  # type: ignore[arg-type]
 
 
 def test_a_design_is_read_as_it_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drafted(tmp_path / "q", *QUESTION, *COST)
     design = read_design(tmp_path / "q" / "study.yaml")
     assert {arm.name: arm.words for arm in design.arms} == {"none": ["aqn=none"], "exp": ["aqn=exp"]}
-    assert design.common == ["task=even_characters", "experiment=smoke"] and design.seeds == tuple(range(10))
+    assert design.common == ["task=even_characters", "experiment=smoke"] and design.seeds == tuple(range(9))
     assert [unit.words for unit in design.units.values()] == [("model=tiny_untrained",)]
     protocol = (tmp_path / "q" / "protocol.md").read_text()
-    assert f"{tmp_path}/q/study.yaml minutes=10" in protocol and "| 10 (this study) |" in protocol
-    assert "2 arms x 10 seeds" in capsys.readouterr().out
+    assert f"{tmp_path}/q/study.yaml minutes=10" in protocol and "| 9 (this study) |" in protocol
+    assert "2 arms x 9 seeds" in capsys.readouterr().out
 
 
 def test_places_of_models_and_words_with_dots_are_taken(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_places_of_models_and_words_with_dots_are_taken(tmp_path: Path) -> None:
     drafted(tmp_path / "q", *words, "run_minutes=1")
     design = read_design(tmp_path / "q" / "study.yaml")
     assert [unit.words for unit in design.units.values()] == [("model=hub", "model.id=ORG/A"), ("model=tiny",)]
-    assert len(design.seeds) == 10 and [arm.name for arm in design.arms] == ["1e-5", "3e-5", "1e-4"]
+    assert len(design.seeds) == 9 and [arm.name for arm in design.arms] == ["1e-5", "3e-5", "1e-4"]
 
 
 def test_time_and_spread_come_from_finished_runs(tmp_path: Path) -> None:
@@ -87,8 +87,44 @@ def test_what_is_there_is_kept(tmp_path: Path) -> None:
 
 
 def test_seeds_fill_the_time() -> None:
-    assert budget().seeds == 25 and budget(slots=2, arms=4).seeds == 25 and budget(models=5).seeds == 5
-    assert budget(minutes=1e6).seeds == MOST_SEEDS
+    """But for the probe, of which an answer costs nearly nothing here."""
+    assert budget(minutes=101).seeds == 25 and budget(slots=2, arms=4, minutes=101).seeds == 25
+    assert budget(models=5, minutes=101).seeds == 5 and budget(minutes=1e6).seeds == MOST_SEEDS
+
+
+@pytest.mark.parametrize(
+    ("changes", "questions"),
+    [
+        ({}, 50),  # 10 minutes of an answer in 2/160 minutes, 16 answers each
+        ({"minutes": 200}, 100),
+        ({"minutes": 200, "formats": 2}, 50),
+        ({"minutes": 200, "models": 2}, 50),
+        ({"minutes": 200, "models": 2, "slots": 2}, 100),
+        ({"run_minutes": 4}, 25),
+        ({"minutes": 20}, 16),  # the least
+        ({"minutes": 1e5}, 512),  # the most
+    ],
+)
+def test_the_probe_asks_what_a_tenth_of_the_minutes_buys(changes: dict[str, float], questions: int) -> None:
+    one = budget(**{"answers": 160} | changes)
+    assert one.questions == questions
+    spent = one.questions * one.question_minutes
+    assert questions in (16, 512) or spent == pytest.approx(one.minutes / 10)
+    assert one.seeds == min(
+        MOST_SEEDS, int((one.minutes - spent) * one.slots / one.run_minutes / one.arms / one.models)
+    )
+
+
+def test_a_draft_says_what_its_probe_costs_and_tells(tmp_path: Path) -> None:
+    for minutes, questions in ((5, 26), (10, 52)):  # a run has 6 x 4 x 16 answers in training and 2 x 8 x 2 beside
+        drafted(tmp_path / str(minutes), *QUESTION, f"minutes={minutes}", "run_minutes=0.5")
+        probe = read_design(tmp_path / str(minutes) / "study.yaml").probe
+        assert (probe.questions, probe.samples) == (questions, 16) and int(minutes * 0.1 / 0.5 * 416 / 16) == questions
+        protocol = (tmp_path / str(minutes) / "protocol.md").read_text()
+        assert f"{questions} questions, 16 answers" in protocol
+        assert (
+            f"{questions * 16 * 0.5 / 416:.2g} minutes" in protocol and f"{50 / questions**0.5:.1f} points" in protocol
+        )
 
 
 def test_power_is_that_of_the_paired_t_test() -> None:

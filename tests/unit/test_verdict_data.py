@@ -15,8 +15,9 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.commands.verdicts import main as report
 from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.registry import QERL, claims_of
+from qerl_bench.studies.design.protocol import protocol_commit
 from qerl_bench.studies.figures.verdicts import all_verdicts, in_margins
-from qerl_bench.studies.report.verdicts import dose_of, protocol_commit, studies_in, verdicts_of
+from qerl_bench.studies.report.verdicts import dose_of, studies_in, verdicts_of
 from qerl_bench.studies.runs.comparable import load_runs
 
 RUNS = Path(__file__).parents[2] / "studies" / "tiny" / "data"
@@ -103,6 +104,22 @@ def test_released_models_have_a_panel_of_their_own(content: dict[str, Any]) -> N
     assert made_here == [len(content["verdicts"]) + 1, 0]
     content["studies"]["mine"]["released"] = True
     assert rows() == made_here[::-1]
+
+
+@pytest.mark.parametrize(
+    ("word", "alike"), [("higher", "supported"), ("lower", "reversed"), ("negligible", "negligible"), ("open", "open")]
+)
+def test_words_of_primary_contrasts_have_the_colors_of_verdicts_to_the_same_side(
+    word: str, alike: str, content: dict[str, Any]
+) -> None:
+    colors = {}
+    for verdict in (word, alike, "incomplete"):
+        for one in content["verdicts"]:
+            one["verdict"] = verdict
+        texts = [text for ax in all_verdicts(content).axes for text in ax.texts if text.get_text() == verdict]
+        (colors[verdict],) = {text.get_color() for text in texts}
+    assert colors[word] == colors[alike]
+    assert (colors[word] == colors["incomplete"]) is (word == "open")
 
 
 def test_folders_without_a_study_and_studies_of_one_name_are_refused(others: Path, tmp_path: Path) -> None:

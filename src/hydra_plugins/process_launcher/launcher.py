@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hydra.core.config_store import ConfigStore
 
 from qerl_bench.checks import count, flag, optional
-from qerl_bench.process.gpu_share import visible_gpus
+from qerl_bench.process.cards import visible_gpus
 from qerl_bench.process.mps import side_by_side
 from qerl_bench.sweep.launcher import SweepLauncher
 from qerl_bench.sweep.points import Point

@@ -14,6 +14,7 @@ from __future__ import annotations
 from qerl_bench.checks import require
 from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.registry import QERL, families, shown_claims, with_own_folders
+from qerl_bench.studies.design.looks import shown_runs
 from qerl_bench.studies.figures.forest import all_claims, svg
 from qerl_bench.studies.report.claims_page import markdown, page_table, summary_text, verdict_table
 from qerl_bench.studies.runs.comparable import load_runs
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     add_format(parser, default=None)
     options = parser.parse_args(words)
 
-    runs = with_values(load_runs(options.runs, options.mixed_code, options.without), options.where)
+    runs = with_values(load_runs(shown_runs(options.runs, options.without), options.mixed_code), options.where)
     claims = shown_claims() if options.papers == QERL else families()[options.papers]
     results = {scope: evaluate_claims(claims, group) for scope, group in by_scope(runs).items()}
     if options.papers == QERL:

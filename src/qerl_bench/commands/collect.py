@@ -9,8 +9,8 @@ writes all.
 
 from __future__ import annotations
 
+from qerl_bench.studies.design.looks import shown_runs
 from qerl_bench.studies.runs.collect import write_study
-from qerl_bench.studies.runs.find import chosen_runs
 from qerl_bench.studies.runs.script import parser_for
 
 
@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--csv", action="store_true", help="write tidy.csv too, about twenty times as large")
     options = parser.parse_args(arguments)
 
-    paths = chosen_runs(options.runs, options.without)
+    paths = shown_runs(options.runs, options.without)
     metrics = [] if "all" in options.metrics else options.metrics
     study = write_study(paths, options.out, options.mixed_code, metrics, options.csv)
     print(f"{study.runs} runs, {study.unfinished} of them unfinished, {study.rows} numbers: {options.out}")

@@ -23,10 +23,10 @@ from qerl_bench.metrics import definitions
 from qerl_bench.options.fingerprint import flat, scientific
 from qerl_bench.process.arguments import KeyValueParser
 from qerl_bench.statistics import Estimate
+from qerl_bench.studies.design.looks import shown_runs
 from qerl_bench.studies.figures.headline import HEADLINES, Headline, by_step, mean_of, paired, value_of
 from qerl_bench.studies.runs.committed import find_study
 from qerl_bench.studies.runs.comparable import check_comparable
-from qerl_bench.studies.runs.find import find_runs
 from qerl_bench.studies.runs.load import Cell, Run, load_run
 
 Arm = dict[Cell, Run]
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
 def paths(pattern: str) -> list[Path]:
     """The runs at or below what `pattern` matches. Raises ConfigError if there are none."""
     matched = [Path(pattern)] if _holds_runs(Path(pattern)) else [*map(Path, sorted(glob(pattern)))]
-    found = [path for match in matched if _holds_runs(match) for path in find_runs(match)]
+    found = [path for match in matched if _holds_runs(match) for path in shown_runs([match])]
     require(bool(found), f"no run matches {pattern}: give a run, a folder of runs, or a quoted pattern: 'runs/*-s0-*'")
     return list(dict.fromkeys(found))
 

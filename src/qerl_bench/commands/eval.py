@@ -29,6 +29,7 @@ from qerl_bench.options.fingerprint import added_later, as_dict, canonical, flat
 from qerl_bench.options.names import is_fixed, load_option, refuse_foreign_classes, search_folders
 from qerl_bench.options.user_options import split_search_path
 from qerl_bench.parallel import ALONE, World, joined
+from qerl_bench.process.cards import require_gpu
 from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.process.terminal import log_to_stderr
 from qerl_bench.rundir.checkpoints import check_checkpoint, checkpoints, is_finished, step_of
@@ -211,6 +212,7 @@ def reevaluate(
     trained, protocol = (build(without_training(one)) for one in (stored, cfg))
     if eval_format := OmegaConf.select(cfg, "eval.quant"):  # no other copy of the base is needed
         trained, protocol = (one.in_format("eval.quant", eval_format) for one in (trained, protocol))
+    require_gpu(protocol.device)
     protocol.eval.check(protocol.task)  # find faulty data before anything is written
     protocol.engine.check(protocol.device, protocol.quant)
     require(protocol.eval.name != "none", "eval=none evaluates nothing; choose another evaluation")

@@ -22,6 +22,7 @@ from qerl_bench.studies.conduct.archive import archive_probes
 from qerl_bench.studies.conduct.probing import probe_bases
 from qerl_bench.studies.conduct.runner import gates_so_far, parsed, parser_of, prepared
 from qerl_bench.studies.design.gates import blocked, gates, override, render, to_json
+from qerl_bench.studies.design.looks import seen_runs
 from qerl_bench.studies.design.sessions import read_sessions
 from qerl_bench.studies.figures.style import save
 from qerl_bench.studies.report import probe_page
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.runs:
         study = read_sessions(design, options.runs)
         probes = [*study.probes.values()]
-        results = gates(design, probes, study.runs)
+        results = gates(design, probes, seen_runs(study))
     else:
         with side_by_side(options.mps):
             probes, failed = probe_bases(design, options.words, slots, deadline, design.arms, out)

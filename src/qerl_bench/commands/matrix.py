@@ -16,8 +16,9 @@ from qerl_bench.checks import require
 from qerl_bench.studies.claims.claim import NO_RUNS, Claim, ClaimResult
 from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.registry import QERL, claims_of
+from qerl_bench.studies.design.looks import shown_runs
 from qerl_bench.studies.runs.comparable import load_runs
-from qerl_bench.studies.runs.find import by_folder, chosen_runs
+from qerl_bench.studies.runs.find import by_folder
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.script import parser_for
 from qerl_bench.studies.runs.settings import by_scope
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_for(__doc__)
     add_format(parser, default="markdown")
     options = parser.parse_args(arguments)
-    folders = by_folder(chosen_runs(options.runs, options.without))
+    folders = by_folder(shown_runs(options.runs, options.without))
     names = [folder.name for folder in folders]
     twice = {name for name in names if names.count(name) > 1}
     require(

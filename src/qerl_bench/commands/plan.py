@@ -23,6 +23,7 @@ from qerl_bench.studies.claims.claim import ClaimResult
 from qerl_bench.studies.claims.estimate import Effect
 from qerl_bench.studies.claims.evaluate import DIRECTION, evaluate_claims
 from qerl_bench.studies.claims.registry import QERL, families, with_own_folders
+from qerl_bench.studies.design.looks import shown_runs
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.script import parser_for
 from qerl_bench.studies.tables.markdown import markdown_table
@@ -131,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
     require(0 < options.power < 1, f"--power is a probability between 0 and 1, got {options.power:g}")
     require(options.between >= 0, f"--between must be 0 or more margins, got {options.between:g}")
     claims = [one for one in families()[options.papers] if not one.measure.gpu and one.expected != "same"]
-    runs = load_runs(options.runs, options.mixed_code, options.without)
+    runs = load_runs(shown_runs(options.runs, options.without), options.mixed_code)
     scopes = sorted({(run.option("model.name"), run.option("task.name")) for run in runs})
     for model, task in scopes:
         group = [run for run in runs if (run.option("model.name"), run.option("task.name")) == (model, task)]

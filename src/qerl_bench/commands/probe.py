@@ -23,8 +23,10 @@ import pyarrow.parquet as parquet
 
 from qerl_bench.checks import TEMPERATURES, check_fields, count, is_number, number, one_of, require
 from qerl_bench.config import build, compose
+from qerl_bench.experiment_spec import Experiment
 from qerl_bench.options.user_options import split_search_path
 from qerl_bench.process.arguments import KeyValueParser, output_folder
+from qerl_bench.process.cards import require_gpu
 from qerl_bench.process.terminal import log_to_stderr
 from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.studies.probes.advice import advice
@@ -68,7 +70,10 @@ def main(arguments: list[str]) -> None:
         logging.getLogger(package).setLevel(logging.ERROR)
     options, words = parsed(arguments)
     check(options, words)
-    experiments = {quant: build(compose([*words, f"quant={quant}"])) for quant in options.formats}
+    experiments: dict[str, Experiment] = {}
+    for quant in options.formats:
+        experiments[quant] = build(compose([*words, f"quant={quant}"]))
+        require_gpu(experiments[quant].device)
     first = experiments[options.formats[0]]
     first.model.check_files()
     first.task.check()

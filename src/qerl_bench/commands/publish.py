@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 
 from qerl_bench.checks import require
 from qerl_bench.process.arguments import KeyValueParser, output_folder
+from qerl_bench.studies.design.looks import shown_runs
 from qerl_bench.studies.publish.adapter import write_adapter
 from qerl_bench.studies.publish.dataset import write_dataset
 from qerl_bench.studies.publish.folder import Names, check_private, check_target, listing
@@ -49,7 +50,10 @@ def main(words: list[str]) -> None:
         given.source.exists() or given.source.parent.exists(), f"{given.source} is not there: give a run or a study"
     )
     is_run = (given.source / "config.yaml").is_file()
-    find_runs(given.source)  # raises ConfigError without any
+    require(
+        shown_runs([given.source]) == find_runs(given.source),
+        f"{given.source} has runs that no look at the study's primary contrasts sees: publish it after its last look",
+    )
     sender = None
     if given.repo is not None:
         from qerl_bench.studies.publish.hub import Sender

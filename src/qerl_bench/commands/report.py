@@ -23,12 +23,13 @@ from pathlib import Path
 from qerl_bench.checks import ConfigError
 from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.studies.claims.registry import with_own_folders
+from qerl_bench.studies.design.looks import shown_runs
 from qerl_bench.studies.design.sessions import read_study, study_of
 from qerl_bench.studies.report.page import page
 from qerl_bench.studies.report.run_page import has_samples, run_page
 from qerl_bench.studies.report.study_page import evaluated, study_page, verdict_counts
 from qerl_bench.studies.runs.comparable import check_comparable
-from qerl_bench.studies.runs.find import by_folder, chosen_runs
+from qerl_bench.studies.runs.find import by_folder
 from qerl_bench.studies.runs.load import Run, load_run
 from qerl_bench.studies.runs.script import parser_for
 from qerl_bench.sweep.status import GOES_ON, statuses
@@ -61,10 +62,10 @@ def main(arguments: list[str] | None = None) -> None:
 def report(options: Namespace, refresh_s: int | None, loaded: dict[Path, Run]) -> str:
     """Write the pages of all studies that `options` names; returns what was written, in words.
 
-    `loaded` keeps finished runs from one call to the next. Raises ConfigError as `chosen_runs`, `load_run`,
+    `loaded` keeps finished runs from one call to the next. Raises ConfigError as `shown_runs`, `load_run`,
     `read_study` and `check_comparable` do, before a file is written, and for damaged completions.
     """
-    studies = by_study(chosen_runs(options.runs, options.without))
+    studies = by_study(shown_runs(options.runs, options.without))
     out: Path = options.out
     texts: dict[Path, str] = {}
     pages: list[tuple[str, Mapping[str, int], int]] = []

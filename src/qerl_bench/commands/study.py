@@ -24,7 +24,7 @@ from shlex import quote
 from typing import Any
 
 from qerl_bench.checks import TrainingStopped, require
-from qerl_bench.process.gpu_share import visible_gpus
+from qerl_bench.process.cards import visible_gpus
 from qerl_bench.process.mps import side_by_side
 from qerl_bench.process.terminal import log_to_stderr
 from qerl_bench.rundir.checkpoints import is_finished

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from qerl_bench.checks import require
+from qerl_bench.checks import ConfigError
+from qerl_bench.process.cards import no_gpu
 from qerl_bench.process.memory import memory_for
 from qerl_bench.process.progress import phase
 
@@ -19,7 +20,8 @@ from qerl_bench.process.progress import phase
 def resolve_device(wanted: str) -> str:
     """Turn auto | cpu | cuda into "cpu" or "cuda". Raises ConfigError if `wanted` is cuda and there is no GPU."""
     available = torch.cuda.is_available()
-    require(wanted != "cuda" or available, "device=cuda, but PyTorch finds no GPU on this machine; use device=cpu")
+    if wanted == "cuda" and not available:
+        raise ConfigError(no_gpu())
     return "cuda" if wanted != "cpu" and available else "cpu"
 
 

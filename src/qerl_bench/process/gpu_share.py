@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 from typing import TYPE_CHECKING
 
 from qerl_bench.checks import require
@@ -89,17 +88,3 @@ def release() -> None:
     gc.collect()  # tracebacks refer to themselves
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-
-
-def visible_gpus() -> list[str]:
-    """Ids of the GPUs that runs may use, found without torch: CUDA_VISIBLE_DEVICES, or else what nvidia-smi lists."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [gpu for gpu in chosen.split(",") if gpu.strip()]
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True
-        )
-    except FileNotFoundError:
-        return []
-    return listed.stdout.split() if listed.returncode == 0 else []

@@ -1,4 +1,4 @@
-"""The checkout that this code runs from: what git says of it, and what no commit holds."""
+"""The checkout that this code runs from: what git says of it, and what no commit holds. Git of other folders, too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ NEW_MATTERS = ("src", "kernels", "conf")  # a file that git does not know change
 
 def git(*words: str) -> str | None:
     """Output of a git command about this checkout; None if it fails, or if there is no checkout or no git."""
-    done = _run(*words)
+    return None if CHECKOUT is None else git_in(CHECKOUT, *words)
+
+
+def git_in(folder: Path, *words: str) -> str | None:
+    """Output of a git command in `folder`; None if it fails, or if there is no repository or no git."""
+    done = _run(*words, folder=folder)
     return None if done is None or done.returncode else done.stdout.decode(errors="replace").strip()
 
 
@@ -61,10 +66,11 @@ def _inside(path: Path) -> list[str]:
     return [str(path.resolve().relative_to(CHECKOUT))] if inside and CHECKOUT else []
 
 
-def _run(*words: str) -> subprocess.CompletedProcess[bytes] | None:
-    if CHECKOUT is None:
+def _run(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[bytes] | None:
+    """A git command in `folder`, or else in this checkout; None without that, or without git."""
+    if (place := folder or CHECKOUT) is None:
         return None
     try:
-        return subprocess.run(["git", "--no-optional-locks", *words], cwd=CHECKOUT, capture_output=True)
+        return subprocess.run(["git", "--no-optional-locks", *words], cwd=place, capture_output=True)
     except FileNotFoundError:
         return None

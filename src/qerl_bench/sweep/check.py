@@ -16,6 +16,7 @@ from qerl_bench.config import build
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.options.composer import Composer
 from qerl_bench.options.foreign_names import WITHOUT_KEY
+from qerl_bench.process.cards import require_gpu
 from qerl_bench.rundir.checkpoints import is_finished
 from qerl_bench.rundir.run_checks import RunDamaged, check_run_dir, refuse_locked
 from qerl_bench.sweep.points import Point, flags_first
@@ -41,7 +42,7 @@ def check_single(argv: list[str]) -> Point | None:
     if given.keys() - {"overrides", "run"}:  # Hydra prints something
         Composer().tree(words)
         return None
-    point = check_point(Composer(), words)
+    point = check_point(Composer(), words, here=True)
     if not point.finished:
         refuse_locked(point.run_dir)
     return point
@@ -74,9 +75,14 @@ def warn_of_single_point(hydra: HydraConf) -> None:
         log.warning("this is one run of an experiment that sweeps over %s; -m runs all points", ", ".join(unset))
 
 
-def check(cfg: DictConfig) -> Experiment:
-    """Build the specs of a composed config and check that all they need is there. Raises ConfigError."""
+def check(cfg: DictConfig, here: bool = False) -> Experiment:
+    """Build the specs of a composed config and check that all they need is there: a GPU too, if it shall run `here`.
+
+    Raises ConfigError.
+    """
     experiment = build(cfg)
+    if here:
+        require_gpu(experiment.device)
     experiment.model.check_files()
     experiment.engine.check(experiment.device, experiment.quant)
     experiment.task.check()
@@ -108,8 +114,8 @@ def check_points(job_overrides: Sequence[Sequence[str]]) -> list[Point]:
     return list(points.values())
 
 
-def check_point(composer: Composer, overrides: Sequence[str], keep_damaged: bool = False) -> Point:
-    """Compose and check one point. A finished one needs no more than the config that it was made with.
+def check_point(composer: Composer, overrides: Sequence[str], keep_damaged: bool = False, here: bool = False) -> Point:
+    """Compose and check one point, as `check`. A finished one needs no more than the config that it was made with.
 
     Raises ConfigError; what is damaged is noted in the point instead, if `keep_damaged`.
     """
@@ -120,7 +126,7 @@ def check_point(composer: Composer, overrides: Sequence[str], keep_damaged: bool
         if finished:
             check_run_dir(run_dir, tree)
         else:
-            check(OmegaConf.create(tree))
+            check(OmegaConf.create(tree), here)
     except RunDamaged as error:
         if not keep_damaged:
             raise

@@ -6,8 +6,9 @@
 
 The first value of `contrast` is the arm that others are compared with. Words with other keys are options of every run.
 Of one model the units are seeds, so an interval is about that model; model=a,b,c makes each a case of its own. How many
-seeds fit follows from `minutes`, `run_minutes` and `slots`. `sd` is the standard deviation over seeds of the difference
-of two arms, in points of held-out accuracy; `margin` the smallest difference that matters. Writes FOLDER/study.yaml and
+seeds fit follows from `minutes`, `run_minutes` and `slots`, after the probe, which asks as many questions as a tenth
+of the minutes buys at the price of an answer in a run. `sd` is the standard deviation over seeds of the difference of
+two arms, in points of held-out accuracy; `margin` the smallest difference that matters. Writes FOLDER/study.yaml and
 FOLDER/protocol.md, which is to be finished before the first run.
 """
 
@@ -15,12 +16,13 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from qerl_bench.checks import ConfigError, check_fields, count, number, require
 from qerl_bench.options.composer import Composer
@@ -31,6 +33,7 @@ from qerl_bench.process.arguments import KeyValueParser
 from qerl_bench.statistics import POWER, Estimate
 from qerl_bench.studies.claims.evaluate import DIRECTION
 from qerl_bench.studies.design.design import read_design
+from qerl_bench.studies.design.looks import shown_runs
 from qerl_bench.studies.figures.headline import paired
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.own_contrasts import factor_of, own_contrasts
@@ -39,7 +42,9 @@ from qerl_bench.studies.tables.templates import templates
 
 ASKED = "init=FOLDER"
 MOST_SEEDS = 64
-PROBE = "{questions: 128, samples: 16}"
+PROBE_SHARE = 0.1  # of the minutes, at most but for the least number of questions
+SAMPLES = 16  # answers to each question of the probe
+QUESTIONS = (16, 512)  # of the probe: to know the share of right answers to 12 points, and to 2
 DOSE = "{rise: 0.1, prompts: 32, draws: 8}"
 
 
@@ -52,6 +57,8 @@ class Budget:
     slots: int
     models: int
     arms: int
+    formats: int  # of weights, in each of which the probe asks
+    answers: int  # of one run
     margin: float
     sd: float
 
@@ -59,6 +66,7 @@ class Budget:
         positive = number(above=0)
         checks = {"minutes": positive, "run_minutes": positive, "margin": positive, "sd": positive}
         check_fields(self, "", **checks, slots=count(), models=count(), arms=count(2))
+        check_fields(self, "", formats=count(), answers=count())
         require(
             self.seeds >= 2,
             f"minutes={self.minutes:g} are enough for {self.seeds} seeds of {self.arms} arms at run_minutes="
@@ -67,8 +75,25 @@ class Budget:
 
     @property
     def seeds(self) -> int:
-        """How many fit, a run in each of `slots` at a time."""
-        return min(MOST_SEEDS, math.floor(self.minutes * self.slots / self.run_minutes / self.arms / self.models))
+        """How many fit after the probe, a run in each of `slots` at a time."""
+        left = max(0.0, self.minutes - self.questions * self.question_minutes)
+        return min(MOST_SEEDS, math.floor(left * self.slots / self.run_minutes / self.arms / self.models))
+
+    @property
+    def question_minutes(self) -> float:
+        """What a question of the probe costs: its answers in all formats, `slots` models at a time."""
+        return self.run_minutes / self.answers * SAMPLES * self.formats * math.ceil(self.models / self.slots)
+
+    @property
+    def questions(self) -> int:
+        """How many the probe asks."""
+        least, most = QUESTIONS
+        return min(most, max(least, math.floor(PROBE_SHARE * self.minutes / self.question_minutes)))
+
+    @property
+    def probe_error(self) -> float:
+        """The largest standard error of the share of right answers in the probe, in points."""
+        return 50 / math.sqrt(self.questions)
 
     @property
     def level(self) -> float:
@@ -122,9 +147,8 @@ def draft(arguments: Sequence[str]) -> None:
     )
     known = options_of(folders(), "model")
     first = words_of(options.model[0], known)
-    for level in levels:
-        Composer().tree([*first, *words, f"{key}={level}", *search_path])
-    budget, measured = budget_of(options, key, len(levels))
+    trees = [Composer().tree([*first, *words, f"{key}={level}", *search_path]) for level in levels]
+    budget, measured = budget_of(options, key, trees)
     content = {
         "title": options.init.name,
         "folder": options.init,
@@ -134,7 +158,7 @@ def draft(arguments: Sequence[str]) -> None:
         "arms": [(level.replace("/", "-"), f"{key}={level}") for level in levels],
         "budget": budget,
         "measured": measured,
-        "probe": PROBE,
+        "samples": SAMPLES,
         "dose": DOSE,
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "power": POWER,
@@ -158,11 +182,19 @@ def draft(arguments: Sequence[str]) -> None:
     )
 
 
-def budget_of(options: Namespace, key: str, arms: int) -> tuple[Budget, bool]:
-    """The budget, and whether its spread is that of finished runs: the largest of a contrast in `key`."""
+def answers_of(tree: Mapping[str, Any]) -> int:
+    """How many answers a run of this config samples: in training, and in both evaluations if their size is given."""
+    rollout, evaluation = tree["rollout"], tree["eval"]
+    trained = tree["steps"] * rollout["prompts_per_step"] * rollout["group_size"]
+    return max(1, trained + 2 * (evaluation.get("questions") or 0) * evaluation.get("samples", 0))
+
+
+def budget_of(options: Namespace, key: str, arms: Sequence[Mapping[str, Any]]) -> tuple[Budget, bool]:
+    """The budget of arms with these configs, and whether its spread is that of finished runs: the largest of a
+    contrast in `key`."""
     run_minutes, sd, spreads = options.run_minutes, options.sd, []
     if options.runs:
-        runs = [run for run in load_runs(options.runs) if run.finished]
+        runs = [run for run in load_runs(shown_runs(options.runs)) if run.finished]
         walls = [run.done["wall_s"] for run in runs if "wall_s" in run.done]
         require(
             bool(walls),
@@ -179,4 +211,6 @@ def budget_of(options: Namespace, key: str, arms: int) -> tuple[Budget, bool]:
     if run_minutes is None:
         raise ConfigError("how long a run takes is not known: give run_minutes=6, or runs=FOLDER with a finished run")
     given = {key: getattr(options, key) for key in ("minutes", "slots", "margin")}
-    return Budget(**given, run_minutes=run_minutes, models=len(options.model), arms=arms, sd=sd), bool(spreads)
+    counts = {"models": len(options.model), "arms": len(arms), "formats": len({arm["quant"]["name"] for arm in arms})}
+    budget = Budget(**given, **counts, answers=min(map(answers_of, arms)), run_minutes=run_minutes, sd=sd)
+    return budget, bool(spreads)

@@ -18,8 +18,8 @@ from omegaconf import OmegaConf
 
 from qerl_bench.checks import require
 from qerl_bench.config import build, compose
+from qerl_bench.process.cards import visible_gpus
 from qerl_bench.process.children import Child, signal_of, stop
-from qerl_bench.process.gpu_share import visible_gpus
 from qerl_bench.studies.conduct.archive import archive_probes
 from qerl_bench.studies.conduct.deadline import STOP_S, Deadline
 from qerl_bench.studies.design.design import Arm, Design

@@ -20,14 +20,15 @@ from typing import Any
 from qerl_bench.checks import require
 from qerl_bench.options.user_options import split_search_path
 from qerl_bench.process.arguments import KeyValueParser, output_folder
+from qerl_bench.process.cards import visible_gpus
 from qerl_bench.process.children import stop
-from qerl_bench.process.gpu_share import visible_gpus
 from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.studies.conduct.archive import archive_probes
 from qerl_bench.studies.conduct.deadline import ARCHIVING_S, GRACE_S, STOP_S, Deadline
 from qerl_bench.studies.design.design import Design, read_design
 from qerl_bench.studies.design.gates import Result, gates, render, to_json
-from qerl_bench.studies.design.sessions import finished_runs, words_of_runs
+from qerl_bench.studies.design.looks import seen_runs
+from qerl_bench.studies.design.sessions import Sessions, finished_runs, words_of_runs
 from qerl_bench.studies.runs.collect import write_study
 from qerl_bench.sweep.check import check_points
 from qerl_bench.sweep.pace import run_left, share_to_make, time_left
@@ -123,10 +124,12 @@ def seconds_of(point: Point) -> float:
 def gates_so_far(design: Design, probes: Sequence[Mapping[str, Any]]) -> list[Result]:
     """The gates of the study below root; those about training are open until an arm is finished on every base.
 
-    A few bases, which is what a study has when it is continued, would pass or fail them by luck.
+    A few bases, which is what a study has when it is continued, would pass or fail them by luck. Of a study with
+    primary contrasts they are open until its first look, too.
     """
-    runs = finished_runs(design, probes)
-    unfinished = {key[0] for key in words_of_runs(design, probes) if key not in runs}
+    finished = finished_runs(design, probes)
+    runs = seen_runs(Sessions(design, {one["base"]: dict(one) for one in probes}, finished))
+    unfinished = {key[0] for key in words_of_runs(design, probes) if key not in finished}
     return gates(design, probes, {key: run for key, run in runs.items() if key[0] not in unfinished})
 
 

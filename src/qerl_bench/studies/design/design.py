@@ -221,19 +221,24 @@ def _first_line(error: Exception) -> str:
     return f"{getattr(error, 'problem', error)}{f', line {mark.line + 1}' if mark else ''}"
 
 
-def read_design(path: Path, words: Sequence[str] = ()) -> Design:
-    """The design in a YAML file; a common word that has the key of one of `words` is replaced by it, others are added.
-
-    Raises ConfigError for unknown, missing or wrong entries.
-    """
+def read_yaml(path: Path) -> Any:
+    """What the YAML file of a study holds. Raises ConfigError if it is not there or no YAML."""
     require(path.is_file(), f"there is no study {path}; give its YAML file")
     try:
-        written: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path} is no study: its YAML cannot be read ({_first_line(error)}). Give a study.yaml, as "
             "qerl-bench study init=FOLDER writes one"
         ) from None
+
+
+def read_design(path: Path, words: Sequence[str] = ()) -> Design:
+    """The design in a YAML file; a common word that has the key of one of `words` is replaced by it, others are added.
+
+    Raises ConfigError for unknown, missing or wrong entries.
+    """
+    written = read_yaml(path)
     repeated = "units" if isinstance(written, dict) and "units" in written else "bases"
     chosen = {key: written.pop(key, None) if isinstance(written, dict) else None for key in ("gates", "primary")}
     content = _object(str(path), written, {"common", repeated, "seeds", "arms", "probe", "dose"})

@@ -112,8 +112,11 @@ def study_of(session: Path) -> Path | None:
 
 
 def read_study(folder: Path) -> Sessions:
-    """The study in a folder with study.yaml and data/: its bases that have runs. Raises ConfigError without any."""
-    sessions = sorted({path.parent for path in folder.glob(f"data/*/{PROBES}*")})
+    """The study in a folder with study.yaml and data/, or packed with its design: its bases that have runs.
+
+    Raises ConfigError without any.
+    """
+    sessions = sorted({path.parent for place in ("data/*", ".") for path in folder.glob(f"{place}/{PROBES}*")})
     study = read_sessions(read_design(folder / "study.yaml"), sessions)
     require(bool(study.runs), f"{folder / 'data'} has no packed session with runs of {folder / 'study.yaml'}")
     return replace(study, probes={base: study.probes[base] for base in study.session_of})

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from qerl_bench.checks import require
+from qerl_bench.studies.design.looks import shown_runs
 from qerl_bench.studies.figures.error_decomposition import one_of_each
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.find import leave_out
@@ -55,7 +56,7 @@ def select(runs: Sequence[Run], factors: Sequence[str]) -> Study:
 
 
 def all_runs(options: Namespace) -> list[Run]:
-    return load_runs(options.runs, options.mixed_code, options.without)
+    return load_runs(shown_runs(options.runs, options.without), options.mixed_code)
 
 
 def layers(options: Namespace) -> pd.DataFrame:

@@ -1,13 +1,12 @@
 """The page of a study's primary contrasts: what each look shows, and before the first of them no arm's number.
 
-Units are bases. A base counts when all arms that the contrasts name are finished on it, on one machine and card; the
-first so many in the order of the design are a look. Until the first look the page shows progress alone.
+Units are bases, those that a look sees (design/looks.py). Until the first look the page shows progress alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
@@ -15,20 +14,12 @@ import pandas as pd
 
 from qerl_bench.checks import require
 from qerl_bench.statistics import Estimate, holm, mean_ci, mean_ci_crossed
+from qerl_bench.studies.design.looks import counted, looks_reached, runs_of
 from qerl_bench.studies.design.primary import MEASURES, Primary
 from qerl_bench.studies.design.sessions import Sessions
-from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.tables.markdown import markdown_table
 
 POWER = 0.8
-
-
-@dataclass(frozen=True)
-class Counted:
-    """The bases that count, in the order of the design, and why others with some runs do not."""
-
-    bases: tuple[int, ...]
-    left_out: dict[int, str]
 
 
 @dataclass(frozen=True)
@@ -40,41 +31,6 @@ class Looked:
     over_questions: Estimate
     p: float
     verdict: str
-
-
-def counted(study: Sessions, primary: Primary) -> Counted:
-    bases, left_out = [], {}
-    for base in study.design.bases:
-        runs = {arm: runs_of(study, arm, base) for arm in primary.arms}
-        lacking = [arm for arm, found in runs.items() if len(found) < len(study.design.seeds)]
-        machines = {run.block for found in runs.values() for run in found}
-        if lacking and machines:
-            left_out[base] = f"no finished run of {', '.join(lacking)}"
-        elif len(machines) > 1:
-            left_out[base] = f"its arms ran on different machines: {'; '.join(sorted(machines))}"
-        elif machines:
-            bases.append(base)
-    return Counted(tuple(bases), left_out)
-
-
-def runs_of(study: Sessions, arm: str, base: int) -> list[Run]:
-    """Those of each seed that is finished."""
-    return [study.runs[arm, base, seed] for seed in study.design.seeds if (arm, base, seed) in study.runs]
-
-
-def looks_reached(study: Sessions, primary: Primary) -> list[int]:
-    return [count for count in primary.looks if count <= len(counted(study, primary).bases)]
-
-
-def at_last_look(study: Sessions) -> Sessions | None:
-    """The study as the last look that is reached sees it, with no other base; None before the first."""
-    assert study.design.primary is not None
-    reached = looks_reached(study, study.design.primary)
-    if not reached:
-        return None
-    bases = counted(study, study.design.primary).bases[: reached[-1]]
-    runs = {cell: run for cell, run in study.runs.items() if cell[1] in bases}
-    return replace(study, runs=runs, probes={base: study.probes[base] for base in bases})
 
 
 def differences(study: Sessions, primary: Primary, contrast: str, bases: Sequence[int]) -> np.ndarray:

@@ -1,6 +1,6 @@
 """The page of all that a study with primary contrasts shows beside them: levels, differences and intervals, no word.
 
-Which of these is looked at, and how often, no correction knows. Units are bases, as in report/primary.py.
+Which of these is looked at, and how often, no correction knows. Units are bases, as in design/looks.py.
 """
 
 from __future__ import annotations

@@ -11,12 +11,14 @@ other choices, pooled too with the other studies of the task in the folder besid
 primary contrasts has primary.md and secondary.md in the place of verdicts on claims. Of many arms
 three of the figures are drawn once for each arm that others are compared with. Arms with random
 rewards are not in arms.svg, whose axes they would stretch. Runs of several versions of the code are
-taken together, since no pair of runs is from two sessions.
+taken together, since no pair of runs is from two sessions. Where the study has a page, README.md in
+its folder or in the one around it, figures are written that this page shows, and others named.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -35,6 +37,7 @@ from qerl_bench.studies.claims.registry import QERL, families
 from qerl_bench.studies.claims.specification import specifications
 from qerl_bench.studies.design.design import Arm, read_design
 from qerl_bench.studies.design.gates import gates, override, render
+from qerl_bench.studies.design.looks import at_last_look
 from qerl_bench.studies.design.readings import by_base, pass_at
 from qerl_bench.studies.design.sessions import Sessions, read_study
 from qerl_bench.studies.figures.curves import ENTROPY, REWARD, paired_curves
@@ -48,7 +51,7 @@ from qerl_bench.studies.figures.specification import specification_curve, specif
 from qerl_bench.studies.figures.style import OTHER_COLORS, color, save
 from qerl_bench.studies.report import probe_page
 from qerl_bench.studies.report.claims_page import markdown, page_table
-from qerl_bench.studies.report.primary import at_last_look, primary_page
+from qerl_bench.studies.report.primary import primary_page
 from qerl_bench.studies.report.secondary import secondary_page
 from qerl_bench.studies.runs.comparable import check_comparable
 from qerl_bench.studies.runs.load import Run
@@ -58,6 +61,7 @@ from qerl_bench.studies.tables.markdown import markdown_table
 
 MOST_LINES = 8  # arms in one figure of lines
 SIZES = 3  # of noise, from which a figure of dose and response is drawn
+PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")  # in Markdown
 MEASURES = [ENTROPY_MEAN, REWARD_MEAN, SAMPLED]
 
 
@@ -67,11 +71,25 @@ def main(arguments: list[str] | None = None) -> None:
     folder = parser.parse_args(arguments).study
     study, out = read_study(folder), folder / "results"
     out.mkdir(exist_ok=True)
-    for name, text in texts(study).items():
-        (out / name).write_text(text)
-        print(out / name)
-    for name, figure in figures(study).items():
-        print(*save(figure, out / name), sep="\n")
+    shown, left = shown_on_page(folder), []
+    for name, made in (texts(study) | figures(study)).items():
+        file = out / (name if isinstance(made, str) else f"{name}.svg")
+        if file.suffix == ".svg" and shown is not None and file.resolve() not in shown:
+            left.append(file.name)
+        elif isinstance(made, str):
+            file.write_text(made)
+            print(file)
+        else:
+            print(*save(made, out / name), sep="\n")
+    if left:
+        print(f"not written, since the page of {folder} shows none of them: {', '.join(left)}")
+
+
+def shown_on_page(folder: Path) -> set[Path] | None:
+    """The files of the pictures in README.md of a study's folder, or else of the one around it; None without either."""
+    here = folder.resolve()
+    page = next((file for place in (here, here.parent) if (file := place / "README.md").is_file()), None)
+    return page and {(page.parent / place).resolve() for place in PICTURE.findall(page.read_text())}
 
 
 def texts(study: Sessions) -> dict[str, str]:
@@ -132,12 +150,13 @@ def _other(folder: Path) -> tuple[list[ClaimResult], list[Run]]:
 
 
 def beside(study: Sessions) -> list[Path]:
-    """The folders of other studies of the same task that lie beside one, and have runs."""
+    """The folders of other studies of the same task that lie beside one, have runs, and are judged by claims."""
     here = study.design.path.parent
     task = study.design.option(study.design.reference, "task")["name"]
     folders = sorted({file.parents[2] for file in here.parent.glob("*/data/*/settings.json*")} - {here})
     designs = [read_design(folder / "study.yaml") for folder in folders if (folder / "study.yaml").is_file()]
-    return [one.path.parent for one in designs if one.option(one.reference, "task")["name"] == task]
+    alike = [one for one in designs if one.option(one.reference, "task")["name"] == task]
+    return [one.path.parent for one in alike if one.primary is None]
 
 
 def figures(study: Sessions) -> dict[str, Figure]:

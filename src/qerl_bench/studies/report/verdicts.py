@@ -8,7 +8,6 @@ and none before the first. Left out: robustness checks, and claims without an ef
 from __future__ import annotations
 
 import math
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -21,9 +20,11 @@ from qerl_bench.studies.claims.estimate import Comparison, Effect
 from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.registry import families
 from qerl_bench.studies.design.gates import gates, override
+from qerl_bench.studies.design.looks import at_last_look, runs_of, with_primary
 from qerl_bench.studies.design.primary import MEASURES, Primary
+from qerl_bench.studies.design.protocol import protocol_commit
 from qerl_bench.studies.design.sessions import Sessions, study_of
-from qerl_bench.studies.report.primary import at_last_look, differences, level_of, look, runs_of
+from qerl_bench.studies.report.primary import differences, level_of, look
 from qerl_bench.studies.report.sessions import judged, read_once
 from qerl_bench.studies.runs.committed import SETTINGS
 from qerl_bench.studies.runs.comparable import load_runs
@@ -41,14 +42,14 @@ def studies_in(folders: Iterable[Path]) -> dict[str, Path]:
     Other runs below a `data` are pilots and decide nothing. Raises ConfigError without any, or if two have one name.
     """
     found: dict[Path, str] = {}
-    for folder in folders:
+    for folder in map(Path.resolve, folders):
         for file in sorted(folder.rglob(f"{SETTINGS}*")):
             packed = file.parent
             study = study_of(packed) or (packed.parent if packed.name == "data" else packed)
             if study.parent.name == "data":
                 continue
-            inside = study.relative_to(folder)
-            found.setdefault(study.resolve(), folder.resolve().name if inside == Path() else inside.as_posix())
+            below = study != folder and study.is_relative_to(folder)
+            found.setdefault(study, study.relative_to(folder).as_posix() if below else study.name)
     twice = sorted({name for name in found.values() if [*found.values()].count(name) > 1})
     require(bool(found), f"no study in {', '.join(map(str, folders))}: a study is made by qerl-bench collect or study")
     require(not twice, f"several studies are called {', '.join(twice)}: pass folders in which they have other names")
@@ -63,7 +64,7 @@ def verdicts_of(studies: Mapping[str, Path]) -> dict[str, Any]:
     content: dict[str, Any] = {"studies": {}, "verdicts": []}
     for study, folder in studies.items():
         packed = any(study_of(file.parent) for file in folder.glob(f"data/*/{SETTINGS}*"))
-        sessions = read_once(folder) if packed else None
+        sessions = read_once(folder) if packed or with_primary(folder) else None
         if sessions is not None and (primary := sessions.design.primary) is not None:
             sessions = at_last_look(sessions)
             runs = [] if sessions is None else [*sessions.runs.values()]
@@ -99,27 +100,6 @@ def _described(folder: Path, sessions: Sessions | None, runs: Sequence[Run]) -> 
         "gates": {one.gate: one.word for one in passed},
         "protocol_commit": protocol_commit(folder),
     }
-
-
-def protocol_commit(folder: Path) -> str | None:
-    """The commit that brought the protocol of a study, or of the studies in the folder around it.
-
-    None without a protocol, without git, or if the history is cut off.
-    """
-    file = next((place for at in (folder, folder.parent) if (place := at / "protocol.md").is_file()), None)
-    if file is None or _git(folder, "rev-parse", "--is-shallow-repository") != "false":
-        return None
-    commits = _git(folder, "log", "--follow", "--diff-filter=A", "--format=%H", "--", str(file.resolve()))
-    return commits.split("\n")[-1] or None
-
-
-def _git(folder: Path, *words: str) -> str:
-    """What git prints; nothing if it fails, or is not there."""
-    try:
-        done = subprocess.run(["git", "--no-optional-locks", *words], cwd=folder, capture_output=True, text=True)
-    except FileNotFoundError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _records(study: str, scope: str, results: Sequence[ClaimResult]) -> Iterator[Record]:
