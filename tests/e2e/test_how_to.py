@@ -23,7 +23,7 @@ PAGES = ROOT / "docs" / "how-to"
 
 TINY = {"experiment=smoke": "experiment=smoke rollout.group_size=4 model.layers=1 task.max_completion_tokens=8"}
 SMALL = {  # words of a page -> words of its test
-    "model=MODEL": "model=tiny_untrained experiment=smoke",
+    "model=MODEL": "model=tiny_untrained experiment=smoke rollout.group_size=4 model.layers=1 task.max_completion_tokens=8",
     "task=gsm8k": "task=even_characters device=cpu",
     "steps=100": "steps=2 save_every=2 eval.questions=4",
     "formats=nvfp4,bf16": "formats=nvfp4,bf16 questions=4 samples=2 temperatures=0,1 rise=0",
