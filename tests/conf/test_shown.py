@@ -1,6 +1,6 @@
 """Every command that the documentation shows is accepted: it composes, and its options can work together.
 
-What runs them is tests/e2e/test_run.py, for the README. Left out: docs/LOG.md and protocols, whose commands are of
+What runs them is tests/e2e/test_artifact.py, for the README. Left out: docs/LOG.md and protocols, whose commands are of
 their day, docs/first-hour.md, which shows a mistake, and the data files, packages and machines that commands need.
 """
 

@@ -2,7 +2,7 @@
 
 The two are programs with streams, signals and exit codes of their own, and so are the children that they start. They
 begin without the ten seconds that imports take. Whether the package imports what it needs, they cannot tell:
-tests/e2e/test_run.py and test_wheel.py start the interpreter.
+tests/e2e/test_artifact.py and test_wheel.py start the interpreter.
 """
 
 from __future__ import annotations

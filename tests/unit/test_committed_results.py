@@ -48,7 +48,7 @@ def test_reports_of_studies_are_recomputed(study: Path) -> None:
 
 
 def test_the_data_of_all_verdicts_are_recomputed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the commands of ARTIFACT.md, with another folder in the place of /tmp. Pages of claims have their effects there.
+    """By the commands of ARTIFACT.md, with another folder in the place of /tmp. All pages of claims have effects there.
 
     Folders have their whole paths, under which this process has read them before. Without the commits of the protocols
     where the history is cut off.
