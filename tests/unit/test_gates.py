@@ -39,7 +39,6 @@ from qerl_bench.studies.design.gates import Result, between, blocked, gates, ove
 from qerl_bench.studies.design.readings import Runs
 from qerl_bench.studies.design.sessions import read_probes, read_sessions, words_of_runs
 from qerl_bench.studies.runs.load import Run
-from qerl_bench.sweep import sweep as module
 from qerl_bench.sweep.points import Point
 
 if TYPE_CHECKING:
@@ -465,9 +464,9 @@ TAKES = "(folder / 'done.json').write_text('{{\"wall_s\": {}}}')"
 
 
 @pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+def stub(monkeypatch: pytest.MonkeyPatch, run_by: Callable[[str], None]) -> None:
     monkeypatch.setenv("PYTHONPATH", str(CONF_DIR.parent / "src"))
-    monkeypatch.setattr(module, "run_command", lambda: [sys.executable, "-c", STUB])
+    run_by(STUB)
 
 
 def block(folder: Path, *names: str, code: str = TAKES.format(100)) -> list[Point]:
