@@ -17,7 +17,10 @@ from qerl_bench.process.arguments import whole
 from tests.models.gguf_files import model_of, write
 
 STUDY: dict[str, Any] = {
-    "common": ["experiment=smoke", "model=hub", "steps=2", "task.max_completion_tokens=8", "rollout.group_size=4"],
+    "common": [
+        *("experiment=smoke", "model=hub", "steps=2", "task.max_completion_tokens=8"),
+        *("rollout.group_size=4", "eval.questions=2", "eval.samples=2"),
+    ],
     "units": {"dither": [1, 2]},
     "seeds": 1,
     "arms": {"bf16": {"tier": 1, "words": ["quant=bf16"]}, "nvfp4": {"tier": 1, "words": ["quant=nvfp4"]}},
