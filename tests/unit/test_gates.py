@@ -605,11 +605,12 @@ def test_runs_are_stopped_when_the_time_is_up(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_packages")
 def test_a_format_that_cannot_run_here_is_refused_before_any_base_is_made(
-    design: Design, monkeypatch: pytest.MonkeyPatch
+    design: Design, listen: Callable[..., list[Any]]
 ) -> None:
-    monkeypatch.setattr(probing, "start_probe", lambda *words: pytest.fail("a probe was started"))
+    started = listen(probing, "start_probe")
     with pytest.raises(ConfigError, match=r"arm nf4 .*pip install .*bitsandbytes.*tiers= leaves it out, which is of 2"):
         probing.probe_bases(design, [], 2, Deadline(10), design.arms)
+    assert not started
 
 
 @pytest.mark.usefixtures("no_packages")
@@ -748,9 +749,7 @@ def test_a_session_that_only_probed_is_read_too(design: Design, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("says", [True, False])
-def test_what_a_session_overrode_is_read_from_its_record(
-    says: bool, tmp_path: Path, design: Design, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_session_overrode_is_read_from_its_record(says: bool, tmp_path: Path, design: Design) -> None:
     """Records of before have no such field: there a gate was that failed and stopped nothing."""
     gates = [
         {"gate": "headroom", "passed": None, "must": True, "overridden": True},
@@ -764,7 +763,6 @@ def test_what_a_session_overrode_is_read_from_its_record(
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "probes.json").write_text("[]")
     (tmp_path / "s" / "gates.json").write_text(json.dumps(record))
-    monkeypatch.setattr("qerl_bench.studies.design.sessions.finished_runs", lambda *_: {})
     read = set(read_sessions(design, [tmp_path / "s"]).overridden)
     assert read == ({"headroom"} if says else {"control of exploration hot"}) | {"control of gain group8"}
 
