@@ -16,6 +16,7 @@ import yaml
 
 from qerl_bench.studies.conduct.draft import Budget
 from tests.models import builds, gguf_files
+from tests.parallel.programs import UNDRAWN
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "how-to"
@@ -41,7 +42,7 @@ Follow = Callable[..., list[Path]]
 def follow(tmp_path: Path, programs: Path) -> Follow:
     """follow("page.md", {words: others}): do what the page says in the folder of the test, with words replaced."""
     variables = {key: value for key, value in os.environ.items() if key != "QERL_ROOT"}
-    variables |= {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    variables |= {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1", UNDRAWN: "1"}
 
     def do(page: str, changed: Mapping[str, str] | None = None) -> list[Path]:
         """Write the files, then run the commands. Returns the runs, sorted by name."""

@@ -323,6 +323,7 @@ def test_a_sweep_with_a_bad_point_starts_nothing_and_leaves_nothing(tmp_path, pr
 
 def test_a_sweep_reports_the_failed_run_and_repeats_only_that(tmp_path, programs):
     words = ["experiment=smoke", "steps=2", f"root={tmp_path}", "aqn=constant", "-m", "aqn.level=0.01,1e-12"]
+    words.append("rollout.group_size=4")
     words.append("hydra.launcher.slots=2")
     done = run(*words, python=programs / "python")
     assert done.returncode == 1, done.stderr
