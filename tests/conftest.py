@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import errno
+import fcntl
 import gc
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
+from importlib import invalidate_caches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -224,10 +227,58 @@ def gpu(stand_in: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.fixture
-def no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def packages(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
+    """packages(tiktoken=True, sentencepiece=False): one is found, as an empty module, and the other is not."""
+    found = tmp_path_factory.mktemp("packages")
+    monkeypatch.syspath_prepend(found)
+
+    def pretend(**installed: bool) -> None:
+        for name, there in installed.items():
+            if there:
+                (found / f"{name}.py").touch()
+                monkeypatch.delitem(sys.modules, name, raising=False)
+            else:
+                monkeypatch.setitem(sys.modules, name, None)
+        invalidate_caches()
+
+    return pretend
+
+
+@pytest.fixture
+def no_packages(packages: Callable[..., None]) -> None:
     """As if no optional package were installed."""
-    for place in ("importlib.util", "qerl_bench.quant.nf4"):
-        monkeypatch.setattr(f"{place}.find_spec", lambda name: None)
+    names = ("bitsandbytes", "datasets", "gguf", "lm_eval", "math_verify", "reasoning_gym", "submitit", "wandb")
+    packages(**dict.fromkeys(names, False))
+
+
+@pytest.fixture
+def run_by(stand_in: Callable[..., None]) -> Callable[[str], None]:
+    """run_by(code): this Python code, which gets the words of a run, makes the runs of sweeps."""
+    from qerl_bench.sweep import job, sweep
+
+    def program(code: str) -> None:
+        for module in (job, sweep):
+            stand_in(module, run_command=lambda ranks=1: [sys.executable, "-c", code])
+
+    return program
+
+
+@pytest.fixture
+def attend(stand_in: Callable[..., None]) -> Callable[[str], None]:
+    """attend("masked"): from here on packed sequences are attended to by this backend."""
+    from qerl_bench.model import attention
+
+    return lambda name: stand_in(attention, packed_backend=lambda *_: name)
+
+
+@pytest.fixture
+def no_locks(stand_in: Callable[..., None]) -> None:
+    """A file system that has no locks, as some network file systems."""
+
+    def missing(file: object, kind: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    stand_in(fcntl, flock=missing)
 
 
 @pytest.fixture(scope="session")

@@ -18,12 +18,19 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "ARTIFACT.md").read_text()
 CELLS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.splitlines()]
 ROWS = {name: row for name, *row in filter(None, CELLS)}
+SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")}
+RUNS, FOLLOWS = (part for title, part in SECTIONS.items() if title.startswith("Minutes"))
 COMMANDS = re.findall(r"^    python src/run\.py (.+)$", PAGE.replace("\\\n", " "), re.MULTILINE)
 SMOKE, LEARNS = ([word for word in command.split() if word != "-m"] for command in COMMANDS)
 
 
 def numbers(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"-?\d+\.?\d*", text)]
+
+
+def commands(section: str) -> list[str]:
+    """The indented lines of a section, without their comments."""
+    return [line.partition("#")[0].strip() for line in re.findall(r"^    (\S.*)$", section, re.MULTILINE)]
 
 
 def recorded() -> str:

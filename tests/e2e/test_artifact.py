@@ -1,47 +1,66 @@
-"""The paths of ARTIFACT.md that take minutes, as printed: a run within tolerances, and what follows from the data."""
+"""The first path of ARTIFACT.md, as printed: a run within tolerances; and the commands of README.md, in its folder."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import shlex
 import subprocess
+import sys
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
+from qerl_bench.config import compose
+from qerl_bench.process.arguments import WIDTH
 from qerl_bench.studies.runs.load import Run, load_run
-from tests.conf.test_artifact import PAGE, ROWS, numbers
+from qerl_bench.studies.tables.terminal import places, render, summary
+from qerl_bench.sweep.table import sweep_table
+from tests.conf.test_artifact import PAGE, ROWS, RUNS, commands, numbers
+from tests.e2e.test_run import assert_complete, assert_six_steps_with_noise, run_dirs
+from tests.e2e.test_run import run as start
 
 ROOT = Path(__file__).resolve().parents[2]
-SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")}
-RUNS, FOLLOWS = (part for title, part in SECTIONS.items() if title.startswith("Minutes"))
 
 
-def commands(section: str) -> list[str]:
-    """The indented lines of a section, without their comments."""
-    return [line.partition("#")[0].strip() for line in re.findall(r"^    (\S.*)$", section, re.MULTILINE)]
-
-
-def shell(command: str, programs: Path, **environment: str) -> None:
+def shell(command: str, programs: Path, **environment: str) -> str:
     paths = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         ["sh", "-ec", command],
         cwd=ROOT, env=os.environ | paths | environment, text=True, timeout=500, capture_output=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+class Made(NamedTuple):
+    folder: Path
+    printed: str
 
 
 @pytest.fixture(scope="module")
-def run(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The run of the first section, in an empty folder."""
+def made(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """The run of the first section of ARTIFACT.md, in an empty folder."""
     root = tmp_path_factory.mktemp("root")
     activate, command = commands(RUNS)
     assert activate == "source .venv/bin/activate"
-    shell(command, programs, QERL_ROOT=str(root))
+    printed = shell(command, programs, QERL_ROOT=str(root))
     (folder,) = (root / "runs").iterdir()
-    return load_run(folder)
+    return Made(folder, printed)
+
+
+@pytest.fixture(scope="module")
+def run(made: Made) -> Run:
+    return load_run(made.folder)
+
+
+def test_it_is_a_complete_run_in_nvfp4(made: Made) -> None:
+    """As test_run.py asks of the other formats."""
+    assert_complete(made.folder)
+    assert_six_steps_with_noise(made.folder, made.printed, "nvfp4")
 
 
 @pytest.mark.parametrize("row", ["`entropy`, nats per token", "`reward/mean`", "`accuracy`", "`aqn/sigma`"])
@@ -72,13 +91,35 @@ def test_the_reward_rises_as_the_page_says(run: Run) -> None:
     assert reward[1] < float(below) and reward[6] - reward[1] > float(rise)
 
 
-def test_the_committed_results_follow_from_the_committed_data(programs: Path, tmp_path: Path) -> None:
-    """The commands as printed, with another folder in the place of /tmp; commits need the whole history."""
-    for command in commands(FOLLOWS):
-        here = command.replace("/tmp", str(tmp_path))
-        if "claims.json" not in here:
-            shell(here, programs)
-    found, committed = (
-        json.loads((folder / "claims.json").read_text()) for folder in (tmp_path / "verdicts", ROOT / "studies")
-    )
-    assert found["verdicts"] == committed["verdicts"]
+def user_commands() -> list[str]:
+    """Every `python src/run.py` line of the README, and the one behind `make run`."""
+    shown = re.findall(r"^(?:\$ )?python (src/run\.py[^\n#]*)", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    made = re.findall(r"^run:.*\n\t.*python (src/run\.py.*)", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert shown and made
+    return sorted({line.strip() for line in shown + made})
+
+
+def test_commands_of_the_readme_run_as_written(made: Made, programs: Path) -> None:
+    """The very words of the README with `experiment=smoke` behind them, so that they end soon; in one folder, where
+    a point of the sweep meets the run of ARTIFACT.md, and so does the command behind `make run`. stdout has the
+    result, and stderr how it came to be. The interpreter of the sweep, which test_wheel.py starts too, has imported
+    everything."""
+    root, expected = made.folder.parents[1], {made.folder.name}
+    for line in user_commands():
+        words = shlex.split(line)[1:]
+        small = [] if any(word.startswith("experiment=") for word in words) else ["experiment=smoke"]
+        python = programs / "python" if "-m" in words else sys.executable
+        done = start(*words, *small, f"root={root}", python=python)
+        assert done.returncode == 0, done.stderr
+        swept = [[f"{word.partition('=')[0]}={value}" for value in word.partition("=")[2].split(",")] for word in words]
+        points = product(*[values for word, values in zip(words, swept, strict=True) if not word.startswith("-")])
+        folders = [root / "runs" / compose([*point, *small]).name for point in points]
+        table = sweep_table(folders) if "-m" in words else "\n".join([render(summary(folders)), *places(folders[0])])
+        assert done.stdout == f"{table}\n"
+        assert "step 6/6" in done.stderr or f"finished before: {folders[0]}" in done.stderr
+        assert "accuracy:" not in done.stderr
+        assert [line for line in done.stderr.splitlines() if len(line) > WIDTH and str(root) not in line] == []
+        expected |= {folder.name for folder in folders}
+        assert {run_dir.name for run_dir in run_dirs(root)} == expected
+    for run_dir in run_dirs(root):
+        assert_complete(run_dir)

@@ -11,7 +11,8 @@ from tests.e2e.test_run import run_dirs
 from tests.models.gguf_files import model_of, write
 from tests.parallel import ranks
 
-WORDS = ["experiment=smoke", "model=hub", "quant=nvfp4", "aqn=constant", "steps=2", "task.max_completion_tokens=16"]
+WORDS = ["experiment=smoke", "model=hub", "quant=nvfp4", "aqn=constant", "steps=2", "task.max_completion_tokens=8"]
+WORDS += ["rollout.group_size=4", "eval.questions=2", "eval.samples=1"]
 
 
 def run(root: Path, file: Path, *words: str) -> ranks.Ended:

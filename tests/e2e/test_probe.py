@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -15,9 +16,13 @@ import yaml
 from qerl_bench.__main__ import main
 from qerl_bench.process.arguments import whole
 from tests.models.gguf_files import model_of, write
+from tests.parallel.programs import UNDRAWN
 
 STUDY: dict[str, Any] = {
-    "common": ["experiment=smoke", "model=hub", "steps=2", "task.max_completion_tokens=8"],
+    "common": [
+        *("experiment=smoke", "model=hub", "steps=2", "task.max_completion_tokens=8"),
+        *("rollout.group_size=4", "eval.questions=2", "eval.samples=2"),
+    ],
     "units": {"dither": [1, 2]},
     "seeds": 1,
     "arms": {"bf16": {"tier": 1, "words": ["quant=bf16"]}, "nvfp4": {"tier": 1, "words": ["quant=nvfp4"]}},
@@ -38,7 +43,8 @@ def test_a_study_of_two_copies_keeps_every_answer_and_trains_all_arms_on_the_sam
     tmp_path: Path, programs: Path
 ) -> None:
     def command(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([programs / "qerl-bench", *words], cwd=tmp_path, capture_output=True, text=True)
+        program, environment = [programs / "qerl-bench", *words], os.environ | {UNDRAWN: "1"}
+        return subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)
 
     write(tmp_path / "two-layers.gguf", model_of("qwen2"), "Q4_1")
     path = study_in(tmp_path, "two-layers.gguf")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.models.builds import build
+from tests.parallel.programs import UNDRAWN
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "tutorial.md"
@@ -32,13 +33,14 @@ def shown() -> dict[str, list[str]]:
     return {command.removeprefix("$ "): lines for command, *lines in map(str.splitlines, blocks)}
 
 
-def run(command: str, folder: Path, programs: Path) -> str:
-    """What `command` prints in `folder`, which stands for the checkout."""
+def run(command: str, folder: Path, programs: Path, **more: str) -> str:
+    """What `command` prints in `folder`, which stands for the checkout; `more` is of its environment."""
     for part in ("src", "analysis"):
         (folder / part).exists() or (folder / part).symlink_to(ROOT / part)
     environment = {key: value for key, value in os.environ.items() if key != "QERL_ROOT"} | {
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
+        **more,
     }
     done = subprocess.run(
         ["sh", "-ec", command], cwd=folder, env=environment, text=True, timeout=500, stdout=subprocess.PIPE,
@@ -66,7 +68,7 @@ def test_the_commands_of_the_tutorial_print_what_it_shows(tmp_path: Path, progra
         small, text = command, "\n".join(lines)
         for large, little in SMALL.items():
             small = small.replace(large, little)
-        printed = run(small, tmp_path, programs)
+        printed = run(small, tmp_path, programs, **({UNDRAWN: "1"} if " -m " in command else {}))
         if command.startswith("ls "):
             assert printed.split() == text.split()
         elif command.startswith("grep "):
@@ -90,5 +92,5 @@ def test_the_commands_of_the_readme_for_pretrained_models_make_runs(tmp_path: Pa
         replaced = ("model.id", "task", "task.answer_format", "experiment", "steps")
         words = [word for word in shlex.split(command) if word.partition("=")[0] not in replaced]
         own = [f"model.id={checkpoint}", "experiment=smoke", "steps=2", "device=cpu", f"name=run{number}"]
-        run(shlex.join(["python", *words, *own]), tmp_path, programs)
+        run(shlex.join(["python", *words, *own]), tmp_path, programs, **{UNDRAWN: "1"})
     assert len([*tmp_path.glob("runs/*/done.json")]) == 2

@@ -92,7 +92,7 @@ def without_settings(rank: int) -> None:
 @pytest.mark.slow
 def test_a_killed_run_continues_without_lost_or_doubled_steps(tmp_path: Path) -> None:
     words = ["experiment=smoke", "steps=14", "save_every=4", "name=x-s0-y", f"root={tmp_path}"]
-    words += ["logger=wandb", "logger.mode=offline"]
+    words += ["logger=wandb", "logger.mode=offline", "rollout.group_size=4"]
     run_dir = tmp_path / "runs" / "x-s0-y"
     metrics = run_dir / "metrics.jsonl"
     process = ranks.start(words, tmp_path / "killed", sabotage=without_settings)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -145,12 +146,13 @@ def config_json(folder: Path, content: Any) -> None:
     ids=str,
 )
 def test_a_config_of_something_else_is_refused_before_weights_are_read(
-    copy: Path, content: Any, says: str, monkeypatch: pytest.MonkeyPatch
+    copy: Path, content: Any, says: str, listen: Callable[..., list[Any]]
 ) -> None:
     config_json(copy, content)
-    monkeypatch.setattr(HubModel, "_path", lambda self: pytest.fail("looked for weights"))
+    looked = listen(HubModel, "_path")
     with pytest.raises(ConfigError, match=says):
         hub(copy).check(MESSAGES)
+    assert not looked
 
 
 @pytest.mark.parametrize("damage", ["missing", "no keys", "not JSON"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,9 @@ def test_each_missing_part_is_named(missing: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", ["tokenizer.json", "tokenizer.model", "vocab.txt", "tokenization_x.py"])
-def test_a_whole_folder_and_a_hub_id_pass(tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_folder_and_a_hub_id_pass(tokenizer: str, tmp_path: Path, packages: Callable[..., None]) -> None:
     place = folder(tmp_path / "model", "config.json", "pytorch_model.bin", tokenizer)
-    monkeypatch.setattr("qerl_bench.model.local_folder.find_spec", lambda name: name == "sentencepiece")
+    packages(sentencepiece=True)
     check_folder(str(place))
     check_folder("ORG/NAME")
 
@@ -87,14 +88,14 @@ def test_a_file_that_is_not_whole_is_named(file: str, content: str, tmp_path: Pa
 
 @pytest.mark.parametrize(("file", "needs"), [("tokenizer.model", "sentencepiece"), ("vocab.json", "merges.txt")])
 def test_a_tokenizer_without_what_reads_it_is_refused_with_the_way_to_one(
-    file: str, needs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: str, needs: str, tmp_path: Path, packages: Callable[..., None]
 ) -> None:
     place = folder(tmp_path / "model", "config.json", "model.safetensors", file)
-    monkeypatch.setattr("qerl_bench.model.local_folder.find_spec", lambda name: None)
+    packages(sentencepiece=False, tiktoken=False)
     with pytest.raises(ConfigError, match=f"{place}/{file} is the tokenizer.*{needs}.*tokenizer.json.*save_pretrained"):
         check_folder(str(place))
     (place / "merges.txt").touch()
-    monkeypatch.setattr("qerl_bench.model.local_folder.find_spec", lambda name: name == "tiktoken")
+    packages(tiktoken=True)
     check_folder(str(place))
 
 

@@ -6,6 +6,7 @@ transformers calls eager.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,7 +88,7 @@ def test_the_trainer_computes_the_models_own_logits(name: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", sorted({*known()} - STATEFUL - DEAF))
-def test_a_shared_prompt_gives_the_models_own_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_prompt_gives_the_models_own_logits(name: str, attend: Callable[[str], None]) -> None:
     """Computed once for completions of several lengths, with windows that begin in the prompt and after it."""
     model, ids = _model(name), _sequences()
     prompts, completions = [ids[1]] * 3, [ids[0][:20], ids[2][:1], ids[2]]
@@ -100,7 +101,7 @@ def test_a_shared_prompt_gives_the_models_own_logits(name: str, monkeypatch: pyt
         head, decoder = head_of(model), decoder_of(model)
         assert enable_attention(decoder) is None
         for backend in ("padded", "masked"):
-            monkeypatch.setattr(attention, "packed_backend", lambda *_, backend=backend: backend)
+            attend(backend)
             hidden = packed_hidden(decoder, batch.input_ids, packing)[packing.predictors]
             found, wanted = (logits.float().log_softmax(-1) for logits in (head(hidden), torch.cat(own)))
             torch.testing.assert_close(found, wanted, rtol=0, atol=ROUNDING)

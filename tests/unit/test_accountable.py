@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,13 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 @pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def checkout_at(stand_in: Callable[..., None]) -> Callable[[Path | None], None]:
+    """checkout_at(folder): the code lies there, and not in this checkout; None for that of a wheel."""
+    return lambda folder: stand_in(checkout, CHECKOUT=folder)
+
+
+@pytest.fixture
+def repository(tmp_path: Path, checkout_at: Callable[..., None]) -> Path:
     """A checkout with one commit, in place of that of this project."""
     folder = tmp_path / "checkout"
     for name in ("src/loop.py", "README.md", "studies/one/study.yaml", "studies/one/data/s/gates.md"):
@@ -42,7 +49,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     git(folder, "init")
     git(folder, "add", ".")
     git(folder, "commit", "-m", "first")
-    monkeypatch.setattr(checkout, "CHECKOUT", folder)
+    checkout_at(folder)
     return folder
 
 
@@ -111,11 +118,11 @@ def test_a_file_that_git_makes_no_patch_of_is_named(repository: Path, monkeypatc
         patch_of(repository / "study.yaml", repository / "out")
 
 
-def test_a_folder_within_a_repository_tells_of_itself_only(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_within_a_repository_tells_of_itself_only(repository: Path, checkout_at: Callable[..., None]) -> None:
     write(repository / "README.md", "new\n")
     write(repository / "src/loop.py", "new\n")
     write(repository / "src/src/new.py", "new\n")
-    monkeypatch.setattr(checkout, "CHECKOUT", repository / "src")
+    checkout_at(repository / "src")
     assert uncommitted() == ["loop.py", "src/new.py"]
     assert b"README" not in patch_of(repository / "study.yaml", repository / "out")
 
@@ -128,9 +135,13 @@ def test_the_environment_says_so(repository: Path) -> None:
 
 @pytest.mark.parametrize("place", ["no commit", "no repository", "a wheel"])
 def test_without_a_commit_the_digest_of_the_code_has_to_do(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: str,
+    tmp_path: Path,
+    checkout_at: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(checkout, "CHECKOUT", None if place == "a wheel" else tmp_path)
+    checkout_at(None if place == "a wheel" else tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     if place == "no commit":
         git(tmp_path, "init")

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -179,7 +180,7 @@ def test_layerwise_noise_follows_the_measured_errors(
         "model.hidden_size=64", "aqn=layerwise", "quant=nvfp4", "aqn@aqn.schedule=constant", f"noise.norms={norms}"
     )
     for name, report in policy.layers.items():  # errors of a made-up format that spoils the second block's MLP
-        object.__setattr__(report, "relative_error", 0.3 if "layers.1.mlp" in name else 0.1)
+        policy.layers[name] = replace(report, relative_error=0.3 if "layers.1.mlp" in name else 0.1)
     noise = build_noise(experiment, policy.model, policy.structure, policy.layers)
     sizes = {}
     for step in range(1, 101):
@@ -197,8 +198,8 @@ def test_layerwise_noise_follows_the_measured_errors(
 def test_layerwise_noise_needs_errors(make_policy: Callable[..., Any], make_experiment: Callable[..., Any]) -> None:
     """A checkpoint that was packed before comes without a report of errors."""
     policy = make_policy()
-    for report in policy.layers.values():
-        object.__setattr__(report, "relative_error", 0.0)
+    for name, report in policy.layers.items():
+        policy.layers[name] = replace(report, relative_error=0.0)
     with pytest.raises(ConfigError, match="this model came packed"):
         build_noise(make_experiment("aqn=layerwise", "quant=nvfp4"), policy.model, policy.structure, policy.layers)
 

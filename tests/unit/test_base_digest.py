@@ -58,12 +58,12 @@ def test_any_content_and_any_name_changes_the_digest_of_several_files(tmp_path: 
     assert len(set(found)) == 3
 
 
-def test_a_process_hashes_a_file_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_hashes_a_file_once_until_it_changes(
+    tmp_path: Path, listen: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"weights")
-    hashed: list[Path] = []
-    real = model_digest.digest
-    monkeypatch.setattr(model_digest, "digest", lambda path: hashed.append(path) or real(path))
+    hashed = listen(model_digest, "digest")
     assert model_digest.file_digest(file) == model_digest.file_digest(file)
     assert len(hashed) == 2  # written just now: a change within a tick of the file system's clock would not be seen
     monkeypatch.setattr(model_digest, "SETTLED_NS", 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +15,6 @@ from hydra import compose, initialize_config_dir
 from qerl_bench.checks import ConfigError
 from qerl_bench.options.composer import HYDRA_DEFAULTS
 from qerl_bench.process.installation import CONF_DIR
-from qerl_bench.sweep import job
 from qerl_bench.sweep import slurm as slurm
 from qerl_bench.sweep.points import Point
 from qerl_bench.sweep.slurm_job import JOB_FILE, SlurmJob
@@ -30,8 +30,8 @@ REFUSED = "print('error: no GPU'); sys.exit(2)"
 
 
 @pytest.fixture(autouse=True)
-def stub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "run_command", lambda ranks: [sys.executable, "-c", STUB])
+def stub(run_by: Callable[[str], None]) -> None:
+    run_by(STUB)
 
 
 @pytest.fixture
@@ -95,9 +95,9 @@ def test_a_walltime_shorter_than_a_step_is_told_with_the_remedy_and_keeps_what_t
 
 
 def test_without_a_scheduler_a_sweep_is_refused_before_anything_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, packages: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm, "require_package", lambda *_: None)
+    packages(submitit=True)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"no sbatch here: use a login node, or hydra/launcher=process"):
         slurm.SlurmSweep().launch([["seed=0", f"root={tmp_path}"]], 0)
@@ -110,7 +110,10 @@ def test_a_dry_run_leaves_out_what_has_a_job(tmp_path: Path, monkeypatch: pytest
     (points[1].run_dir / JOB_FILE).write_text(json.dumps({"job": "12_3"}))
     previewed: list[Point] = []
     launcher = slurm.SlurmSweep(dry_run=True)
-    monkeypatch.setattr(slurm, "read_queue", lambda: {"12_3": slurm})
+    squeue = tmp_path / "squeue"
+    squeue.write_text("#!/bin/sh\necho '12_3|PENDING|Resources'\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     launcher.preview = previewed.extend  # type: ignore[method-assign]
     assert launcher.run_points(points) == [] and previewed == points[:1]
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import subprocess
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
+from qerl_bench.__main__ import main
 from qerl_bench.commands.claims import main as report_claims
 from qerl_bench.commands.figure import main as draw_figure
-from qerl_bench.commands.verdicts import main as report_verdicts
 from qerl_bench.studies.report.sessions import by_figure, plotted, read_once, texts
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.measure import TRAINED_SHARE
+from tests.conf.test_artifact import FOLLOWS, commands
 from tests.scripts import script
 
 ROOT = Path(__file__).parents[2]
@@ -44,14 +47,24 @@ def test_reports_of_studies_are_recomputed(study: Path) -> None:
     assert {"gates.md", "bases.md"} | BESIDE_GATES[found.design.primary is not None] <= {*pages}
 
 
-def test_the_data_of_all_verdicts_are_recomputed(tmp_path: Path) -> None:
-    """Without the commits of the protocols where the history is cut off. Every page of claims has its effects there."""
-    report_verdicts([str(STUDIES), str(ROOT / "community"), "--out", str(tmp_path)])
-    found, committed = (json.loads((folder / "claims.json").read_text()) for folder in (tmp_path, STUDIES))
+def test_the_data_of_all_verdicts_are_recomputed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the commands of ARTIFACT.md, with another folder in the place of /tmp. All pages of claims have effects there.
+
+    Folders have their whole paths, under which this process has read them before. Without the commits of the protocols
+    where the history is cut off.
+    """
+    monkeypatch.chdir(ROOT)
+    for command in commands(FOLLOWS):
+        program, *words = shlex.split(command.replace("/tmp", str(tmp_path)))
+        if program == "qerl-bench":
+            assert main([str(ROOT / word) if (ROOT / word).is_dir() else word for word in words]) == 0
+        elif "claims.json" not in command:
+            subprocess.run([program, *words], check=True)
+    found, committed = (json.loads((folder / "claims.json").read_text()) for folder in (tmp_path / "verdicts", STUDIES))
     for name, study in found["studies"].items():
         study["protocol_commit"] = study["protocol_commit"] or committed["studies"][name]["protocol_commit"]
     assert found == committed
-    assert (tmp_path / "verdicts.svg").read_text() == (STUDIES / "verdicts.svg").read_text()
+    assert (tmp_path / "verdicts" / "verdicts.svg").read_text() == (STUDIES / "verdicts.svg").read_text()
     studies = {study.relative_to(STUDIES).as_posix() for study in (*COLLECTED, *IN_SESSIONS)}
     assert studies == {*found["studies"]}
     for one in found["verdicts"]:

@@ -18,6 +18,7 @@ from qerl_bench.engine.recordable import eager_reason
 from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.engine.sampler import Sampler, decode
 from qerl_bench.metrics import ENGINE_HF
+from qerl_bench.model import kernels
 from qerl_bench.model.kernels import LoRALinear, adapters_cast_to, fuse_linears
 from qerl_bench.model.policy import Policy
 from qerl_bench.quant.concat import concat_rows_in_place
@@ -381,11 +382,10 @@ def test_trained_layers_stay_apart(make_policy: MakePolicy) -> None:
     assert len({layer.weight.untyped_storage().data_ptr() for layer in layers}) == 3
 
 
-def test_layers_with_adapters_of_peft_stay_apart(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_with_adapters_of_peft_stay_apart(make_policy: MakePolicy, listen: Callable[..., list[Any]]) -> None:
     policy, x = make_policy("model.kv_heads=2", adapted=True), torch.randn(3, 32)
     layers: list[Any] = _attention(policy)
-    joined: list[Any] = []
-    monkeypatch.setattr("qerl_bench.model.kernels.concat_rows_in_place", lambda parts: joined.append(parts))
+    joined = listen(kernels, "concat_rows_in_place")
     with torch.inference_mode(), adapters_cast_to(policy.model, torch.float32):
         for one, layer in zip(fuse_linears(layers)(x), layers, strict=True):
             assert torch.equal(one, layer(x))

@@ -6,13 +6,14 @@ import json
 import os
 import queue
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
 from contextlib import ExitStack
-from importlib import metadata
+from importlib import invalidate_caches
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,6 @@ from safetensors.torch import load_file
 from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.config import build, compose
 from qerl_bench.engine.vllm import checkpoint as vllm_checkpoint
-from qerl_bench.engine.vllm import install as vllm_install
 from qerl_bench.engine.vllm import process as vllm_process
 from qerl_bench.engine.vllm.checkpoint import TENSOR_SCALE, BaseCheckpoint, packed_layers
 from qerl_bench.engine.vllm.install import require_device, require_supported
@@ -32,17 +32,18 @@ from qerl_bench.metrics import sync_metrics
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """installed(vllm="0.30.1"): an environment with these distributions and no other."""
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
+    """installed(vllm="0.30.1"): an environment with these distributions of vLLM and no other."""
+    place = tmp_path_factory.mktemp("distributions")
+    monkeypatch.syspath_prepend(place)
 
     def pretend(**versions: str) -> None:
-        def version(name: str) -> str:
-            try:
-                return versions[name.replace("-", "_")]
-            except KeyError:
-                raise metadata.PackageNotFoundError(name) from None
-
-        monkeypatch.setattr(vllm_install.metadata, "version", version)
+        for before in place.iterdir():
+            shutil.rmtree(before)
+        for name, version in versions.items():
+            (place / f"{name}-{version}.dist-info").mkdir()
+            (place / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+        invalidate_caches()
 
     return pretend
 

@@ -39,7 +39,6 @@ from qerl_bench.studies.design.gates import Result, between, blocked, gates, ove
 from qerl_bench.studies.design.readings import Runs
 from qerl_bench.studies.design.sessions import read_probes, read_sessions, words_of_runs
 from qerl_bench.studies.runs.load import Run
-from qerl_bench.sweep import sweep as module
 from qerl_bench.sweep.points import Point
 
 if TYPE_CHECKING:
@@ -465,9 +464,9 @@ TAKES = "(folder / 'done.json').write_text('{{\"wall_s\": {}}}')"
 
 
 @pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+def stub(monkeypatch: pytest.MonkeyPatch, run_by: Callable[[str], None]) -> None:
     monkeypatch.setenv("PYTHONPATH", str(CONF_DIR.parent / "src"))
-    monkeypatch.setattr(module, "run_command", lambda: [sys.executable, "-c", STUB])
+    run_by(STUB)
 
 
 def block(folder: Path, *names: str, code: str = TAKES.format(100)) -> list[Point]:
@@ -606,11 +605,12 @@ def test_runs_are_stopped_when_the_time_is_up(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_packages")
 def test_a_format_that_cannot_run_here_is_refused_before_any_base_is_made(
-    design: Design, monkeypatch: pytest.MonkeyPatch
+    design: Design, listen: Callable[..., list[Any]]
 ) -> None:
-    monkeypatch.setattr(probing, "start_probe", lambda *words: pytest.fail("a probe was started"))
+    started = listen(probing, "start_probe")
     with pytest.raises(ConfigError, match=r"arm nf4 .*pip install .*bitsandbytes.*tiers= leaves it out, which is of 2"):
         probing.probe_bases(design, [], 2, Deadline(10), design.arms)
+    assert not started
 
 
 @pytest.mark.usefixtures("no_packages")
@@ -749,9 +749,7 @@ def test_a_session_that_only_probed_is_read_too(design: Design, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("says", [True, False])
-def test_what_a_session_overrode_is_read_from_its_record(
-    says: bool, tmp_path: Path, design: Design, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_session_overrode_is_read_from_its_record(says: bool, tmp_path: Path, design: Design) -> None:
     """Records of before have no such field: there a gate was that failed and stopped nothing."""
     gates = [
         {"gate": "headroom", "passed": None, "must": True, "overridden": True},
@@ -765,7 +763,6 @@ def test_what_a_session_overrode_is_read_from_its_record(
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "probes.json").write_text("[]")
     (tmp_path / "s" / "gates.json").write_text(json.dumps(record))
-    monkeypatch.setattr("qerl_bench.studies.design.sessions.finished_runs", lambda *_: {})
     read = set(read_sessions(design, [tmp_path / "s"]).overridden)
     assert read == ({"headroom"} if says else {"control of exploration hot"}) | {"control of gain group8"}
 

@@ -41,10 +41,10 @@ WAITS = "(folder / 'started').touch(); time.sleep(60)"
 
 
 @pytest.fixture(autouse=True)
-def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+def stub(monkeypatch: pytest.MonkeyPatch, run_by: Callable[[str], None]) -> None:
     paths = [str(Path(__file__).parents[2] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.setattr(module, "run_command", lambda: [sys.executable, "-c", STUB])
+    run_by(STUB)
 
 
 def point(folder: Path, code: str) -> Point:

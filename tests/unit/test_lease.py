@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import signal
 import subprocess
@@ -141,12 +140,8 @@ def test_who_was_suspended_for_too_long_ends_when_it_wakes(tmp_path: Path, peer)
 
 
 def test_a_file_system_without_locks_is_guarded_by_the_lease(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, no_locks: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def missing(file: object, kind: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", missing)
     held = locks.lock(tmp_path / ".lock")
     assert held is not None and "has no locks" in caplog.text and str(tmp_path) in caplog.text
     assert locks.lock(tmp_path / ".lock") is None

@@ -481,7 +481,7 @@ def test_lora_trains_over_packed_layers_as_over_plain_ones(spec: Any) -> None:
     plain = copy.deepcopy(model)
     for name, module in model.named_children():
         if isinstance(module, PackedLinear):
-            setattr(plain, name, _plain(module))
+            plain.set_submodule(name, _plain(module))
     packed, reference = _adapted(model), _adapted(plain)
     bits = _bits(packed.base_model.model.q_proj.base_layer)
     trained = {name for name, parameter in packed.named_parameters() if parameter.requires_grad}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -334,12 +332,8 @@ def test_a_refused_lock_is_not_kept_open(tmp_path: Path) -> None:
 
 
 def test_on_a_file_system_without_locks_a_run_is_kept_and_no_other_process_gets_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, no_locks: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def missing(file: object, kind: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", missing)
     with RunDir(tmp_path / "run", CFG) as run:
         assert "has no locks (flock): a lease guards the run instead" in caplog.text
         run.log("train", 1, {"loss": 1.0})

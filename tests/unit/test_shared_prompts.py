@@ -243,7 +243,7 @@ def test_all_layers_must_read_packed_sequences(
     """On a stand-in for a GPU, whose layers take these backends in turn."""
     decoder = make_policy().model.model
     names, computed = iter(used), sharing.packed_hidden
-    monkeypatch.setattr(attention, "packed_backend", lambda *_: next(names))
+    stand_in(attention, packed_backend=lambda *_: next(names))
     monkeypatch.setitem(attention.BACKENDS, "flash", attention.masked)
     example = sharing._example(CPU)
     stand_in(sharing, _aligned_at_the_end=lambda device: True, _example=lambda device: example)
@@ -284,10 +284,10 @@ def _computed(policy: Any, batch: Batch) -> list[tuple[torch.Tensor, list[torch.
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("backend", ["padded", "masked"])
 def test_log_probabilities_and_gradients_are_those_of_copies(
-    make_policy: Callable[..., Any], backend: str, mode: str, monkeypatch: pytest.MonkeyPatch
+    make_policy: Callable[..., Any], backend: str, mode: str, attend: Callable[[str], None]
 ) -> None:
     policy, batch = make_policy(f"train.recompute={mode}", sharp=True, adapted=True), _batch()
-    monkeypatch.setattr(attention, "packed_backend", lambda *_: backend)
+    attend(backend)
     seen: list[int] = []
     handle = policy.model.model.layers[0].mlp.register_forward_hook(lambda *args: seen.append(args[1][0].shape[1]))
     (plain, gradients), (shared, others) = _computed(policy, batch)
