@@ -36,8 +36,8 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.commands.exits import guarded
 from qerl_bench.rundir.durable import atomically
 from qerl_bench.studies.conduct import archive
+from qerl_bench.studies.design.looks import at_last_look
 from qerl_bench.studies.design.sessions import PROBES, Sessions, read_study
-from qerl_bench.studies.report.primary import at_last_look
 from qerl_bench.studies.report.sessions import figures, texts
 from qerl_bench.studies.runs.collect import TableWriter
 from qerl_bench.studies.runs.committed import ANSWERS, SETTINGS, TIDY, schema_of
