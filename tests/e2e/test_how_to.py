@@ -29,7 +29,7 @@ SMALL = {  # words of a page -> words of its test
     "task=gsm8k": "task=even_characters device=cpu",
     "steps=100": "steps=2 save_every=2 eval.questions=4",
     "formats=nvfp4,bf16": "formats=nvfp4,bf16 questions=4 samples=2 temperatures=0,1 rise=0",
-    "minutes=240 runs": "minutes=4 run_minutes=1 runs",
+    "minutes=240 runs": "minutes=10 run_minutes=1 runs",
     "aqn=none,matched": "aqn=none,exp",  # random weights have no entropy left to raise
     "minutes=240 out": "slots=2 with_changes=true despite=pass,groups,rise,KL,headroom,gain out",
 }
@@ -174,5 +174,5 @@ def test_does_it_help(tmp_path: Path, follow: Follow) -> None:
 def test_the_table_of_what_seeds_find_is_computed() -> None:
     rows = re.findall(r"^\| (\d+) \| (\S+) points \|$", (PAGES / "does-it-help.md").read_text(), re.MULTILINE)
     assert [seeds for seeds, _ in rows] == ["4", "8", "16", "32"]
-    budget = Budget(minutes=1, run_minutes=0.1, slots=1, models=1, arms=2, margin=1, sd=3)
+    budget = Budget(minutes=9, run_minutes=0.1, slots=1, models=1, arms=2, formats=1, answers=256, margin=1, sd=3)
     assert [f"{budget.detectable(int(seeds)):.1f}" for seeds, _ in rows] == [found for _, found in rows]

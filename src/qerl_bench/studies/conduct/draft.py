@@ -69,8 +69,9 @@ class Budget:
         check_fields(self, "", formats=count(), answers=count())
         require(
             self.seeds >= 2,
-            f"minutes={self.minutes:g} are enough for {self.seeds} seeds of {self.arms} arms at run_minutes="
-            f"{self.run_minutes:g}, and an interval needs two: give more minutes, or make runs shorter (steps)",
+            f"minutes={self.minutes:g} are enough for a probe of {self.questions} questions and {self.seeds} seeds of "
+            f"{self.arms} arms at run_minutes={self.run_minutes:g}, and an interval needs two: give more minutes, or "
+            "make runs shorter (steps)",
         )
 
     @property
