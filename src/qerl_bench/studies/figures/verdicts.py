@@ -1,4 +1,4 @@
-"""All verdicts of claims.json in one picture: a row for each, bases made here above, released models below."""
+"""All verdicts of claims.json in one picture: a row for each, released models above, bases made here below."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from qerl_bench.studies.figures.forest import OPEN, REACH, ROW, VERDICTS
 from qerl_bench.studies.figures.style import BAND, FULL_WIDTH, GRAY, caption, panels, paper_style, small
 
-KINDS = {False: "bases made here", True: "released models"}
+KINDS = {True: "released models", False: "bases made here"}
 
 
 def all_verdicts(content: Mapping[str, Any]) -> Figure:
