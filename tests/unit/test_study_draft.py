@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +26,8 @@ def drafted(folder: Path, *words: str) -> None:
 
 
 def budget(**changes: float) -> Budget:
-    values = {"minutes": 100, "run_minutes": 2, "slots": 1, "models": 1, "arms": 2, "margin": 1, "sd": 2}
-    return Budget(**values | {"formats": 1, "answers": 10**9} | changes)  # type: ignore[arg-type]
+    values: dict[str, Any] = {"minutes": 100, "run_minutes": 2, "slots": 1, "models": 1, "arms": 2, "margin": 1}
+    return Budget(**values | {"sd": 2, "formats": 1, "answers": 10**9} | changes)
 
 
 def test_a_design_is_read_as_it_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,8 +65,8 @@ class Budget:
     def __post_init__(self) -> None:
         positive = number(above=0)
         checks = {"minutes": positive, "run_minutes": positive, "margin": positive, "sd": positive}
-        check_fields(self, "", **checks, slots=count(), models=count(), arms=count(2))
-        check_fields(self, "", formats=count(), answers=count())
+        counts = {"slots": count(), "models": count(), "arms": count(2), "formats": count(), "answers": count()}
+        check_fields(self, "", **checks, **counts)
         require(
             self.seeds >= 2,
             f"minutes={self.minutes:g} are enough for a probe of {self.questions} questions and {self.seeds} seeds of "

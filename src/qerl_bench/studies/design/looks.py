@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from qerl_bench.checks import require
@@ -76,21 +78,17 @@ def shown_runs(folders: Iterable[str | os.PathLike[str]], without: Sequence[str]
 
     Raises ConfigError if none is left.
     """
+    primary_of = cache(with_primary)
+    seen_in = cache(lambda study: {run.path for run in seen_runs(read_study(study)).values()})
     shown: list[Path] = []
-    hidden: dict[Path, int] = {}
-    seen: dict[Path, set[Path]] = {}
+    hidden: Counter[Path] = Counter()
     for path in chosen_runs(folders, without):
         kept = find_study(path.resolve())
-        study = None if kept is None else with_primary(kept[0].path)
-        if study is None:
-            shown.append(path)
-            continue
-        if study not in seen:
-            seen[study] = {run.path for run in seen_runs(read_study(study)).values()}
-        if path.resolve() in seen[study]:
+        study = None if kept is None else primary_of(kept[0].path)
+        if study is None or path.resolve() in seen_in(study):
             shown.append(path)
         else:
-            hidden[study] = hidden.get(study, 0) + 1
+            hidden[study] += 1
     what = "are left out, which no look at its primary contrasts sees"
     said = [f"{many} runs of {study} {what}" for study, many in hidden.items()]
     require(bool(shown), f"{'; '.join(said)}: its primary.md, by analysis/study_report.py, tells how far it is")

@@ -19,8 +19,11 @@ REACH = 5.0  # margins; marks beyond are arrows at the edge
 BAND, ZERO, BLACK, ROBUST, PAPER = "#E4E4E4", "#777777", "#000000", "#0072B2", "#D55E00"
 AS_CLAIMED, AGAINST, SMALL = "#00694d", "#a34700", "#0b5394"  # and without a claim: above zero, below it
 VERDICTS = {
-    **{"supported": AS_CLAIMED, "higher": AS_CLAIMED},
-    **{"reversed": AGAINST, "harms": AGAINST, "lower": AGAINST},
+    "supported": AS_CLAIMED,
+    "higher": AS_CLAIMED,
+    "reversed": AGAINST,
+    "harms": AGAINST,
+    "lower": AGAINST,
     "negligible": SMALL,
 }
 OPEN = "#666666"
