@@ -48,14 +48,16 @@ def chosen(folder: Path, **looks: dict[str, Any]) -> str:
 
 def test_of_those_that_pass_the_most_mixed_groups_on_the_size_with_fewer_are_taken(tmp_path: Path) -> None:
     more = {"right": [4, 4, 4, 4]}
-    said = chosen(tmp_path, spell_backward={"05b": more}, word_sorting={"05b": more, "15b": more}, letter_counting={})
-    assert said.startswith("The rule takes word_sorting: `task.name=word_sorting +task.options={")
+    said = chosen(
+        tmp_path, needle_haystack={"05b": more}, word_sorting={"05b": more, "15b": more}, color_cube_rotation={}
+    )
+    assert said.startswith("On both sizes the rule takes word_sorting: `task.name=word_sorting +task.options={")
     assert said.endswith(" task.max_completion_tokens=128`")
 
 
 def test_of_equal_ones_the_shorter_answers_are_taken(tmp_path: Path) -> None:
-    said = chosen(tmp_path, spell_backward={"15b": {"tokens": 200}}, word_sorting={"15b": {"tokens": 190}})
-    assert said.startswith("The rule takes word_sorting:")
+    said = chosen(tmp_path, needle_haystack={"15b": {"tokens": 200}}, word_sorting={"15b": {"tokens": 190}})
+    assert said.startswith("On both sizes the rule takes word_sorting:")
 
 
 @pytest.mark.parametrize(
@@ -69,33 +71,45 @@ def test_of_equal_ones_the_shorter_answers_are_taken(tmp_path: Path) -> None:
     ],
 )
 def test_a_family_that_fails_on_one_size_is_not_taken(fails: dict[str, Any], tmp_path: Path) -> None:
-    said = chosen(tmp_path, spell_backward={"15b": fails, "05b": {}}, word_sorting={"15b": {"tokens": 400}})
-    assert said.startswith("The rule takes word_sorting:")
-    assert chosen(tmp_path / "alone", spell_backward={"05b": fails}) == "No family passes on both sizes."
+    said = chosen(tmp_path, needle_haystack={"15b": fails, "05b": {}}, word_sorting={"15b": {"tokens": 400}})
+    assert said.startswith("On both sizes the rule takes word_sorting:")
+    alone = chosen(tmp_path / "alone", needle_haystack={"05b": fails})
+    assert alone.startswith("On 15b the rule takes needle_haystack:")
+    assert chosen(tmp_path / "none", needle_haystack={"05b": fails, "15b": fails}) == "No family passes."
 
 
 def test_what_a_guess_gets_right_is_no_signal(tmp_path: Path) -> None:
     """At pass@1 of 0.31 a family that is guessed right in a quarter fails, another passes."""
     mixed = {size: {"right": [1, 1, 1, 1]} for size in SIZES}
-    assert chosen(tmp_path / "guessed", knights_knaves=mixed) == "No family passes on both sizes."
-    assert chosen(tmp_path / "other", word_sorting=mixed).startswith("The rule takes word_sorting")
+    assert chosen(tmp_path / "guessed", family_relationships=mixed) == "No family passes."
+    assert chosen(tmp_path / "other", word_sorting=mixed).startswith("On both sizes the rule takes word_sorting")
 
 
 @pytest.mark.parametrize(("enough", "limit"), [(128, 128), (129, 256), (385, 512), (None, 512)])
 def test_the_limit_is_enough_for_the_copy_that_needs_most(enough: int | None, limit: int, tmp_path: Path) -> None:
-    said = chosen(tmp_path, spell_backward={"05b": {"enough": enough}})
+    said = chosen(tmp_path, needle_haystack={"05b": {"enough": enough}})
     assert said.endswith(f" task.max_completion_tokens={limit}`")
 
 
 def test_a_family_counts_with_both_copies_of_both_sizes(tmp_path: Path) -> None:
-    chosen(tmp_path, spell_backward={}, word_sorting={})
-    (tmp_path / "15b-spell_backward" / "probes.json").write_text(json.dumps([probe(1, **GOOD)]))
-    assert CHOOSE.choice(tmp_path).splitlines()[-1].startswith("The rule takes word_sorting")
+    chosen(tmp_path, needle_haystack={}, word_sorting={})
+    (tmp_path / "15b-needle_haystack" / "probes.json").write_text(json.dumps([probe(1, **GOOD)]))
+    assert CHOOSE.choice(tmp_path).splitlines()[-1].startswith("On both sizes the rule takes word_sorting")
     (tmp_path / "15b-word_sorting" / "probes.json").unlink()
-    assert CHOOSE.choice(tmp_path).splitlines()[-1] == "No family passes on both sizes."
+    assert CHOOSE.choice(tmp_path).splitlines()[-1].startswith("On 05b the rule takes")
 
 
-def designed(name: str, family: str = "spell_backward") -> Design:
+def test_sizes_without_a_family_in_common_take_their_own(tmp_path: Path) -> None:
+    cut = {"cut": 0.07}
+    chosen(tmp_path, needle_haystack={"15b": cut}, word_sorting={"05b": cut})
+    said = CHOOSE.choice(tmp_path).splitlines()[-2:]
+    assert [line.partition(":")[0] for line in said] == [
+        "On 05b the rule takes needle_haystack",
+        "On 15b the rule takes word_sorting",
+    ]
+
+
+def designed(name: str, family: str = "needle_haystack") -> Design:
     return read_design(GYM / name, FAMILIES[family]["words"])
 
 
