@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.checks import ConfigError, TrainingStopped
+from qerl_bench.checks import TrainingStopped
 from qerl_bench.engine import adapter_check, hf, hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.rollout_queue import Limits
@@ -23,6 +23,7 @@ from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import World
 from qerl_bench.process import gpu_share
 from qerl_bench.process.device import random_state, set_random_state
+from qerl_bench.process.memory import NO_MEMORY, memory_for
 from qerl_bench.records import Prompt
 from qerl_bench.train import memory_plan, recorded_passes
 from qerl_bench.train import shortages as kept_small
@@ -501,8 +502,8 @@ def test_training_gives_up_its_recordings_for_a_rollout(policy: Policy) -> None:
 
 @pytest.mark.parametrize(("queue", "owner", "name"), [(True, hf_graph, "_memory"), (False, hf_reference, "prefill")])
 def test_a_row_that_does_not_fit_is_told(policy: Policy, queue: bool, owner: Any, name: str) -> None:
-    engine = _engine(policy, queue)
-    with shortages(owner, name, *range(1, 99)), pytest.raises((ConfigError, torch.OutOfMemoryError)):
+    engine, told = _engine(policy, queue), pytest.raises(TrainingStopped, match=f"rollout: {NO_MEMORY}")
+    with shortages(owner, name, *range(1, 99)), told, memory_for("rollout"):  # no refusal, which deletes new folders
         engine.generate(PROMPTS, SAMPLING)
     assert engine.limits.rows == 1
 

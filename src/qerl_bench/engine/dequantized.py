@@ -13,7 +13,6 @@ from itertools import accumulate
 
 import torch
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.quant.linear import PackedLinear
 
 log = logging.getLogger(__name__)
@@ -36,23 +35,18 @@ class Dequantized:
         return copy_bytes(self.layers, self.dtype) if self.made else 0
 
     def make(self, allocate: Allocate) -> None:
-        """Fill the copies. Raises ConfigError if there is no memory for them; then there are none."""
+        """Fill the copies; if memory runs out, there are none."""
         if self.made or not self.layers:
             return
-        gib = copy_bytes(self.layers, self.dtype) / 2**30
         try:
             for layer in self.layers:
                 layer.keep_operand(allocate((layer.out_features, layer.in_features), dtype=self.dtype))
-        except torch.OutOfMemoryError as error:
+        except torch.OutOfMemoryError:
             self.drop()
-            raise ConfigError(
-                f"the GPU has no room for {gib:.1f} GiB of weights in 16 bits while sampling; make "
-                "engine.dequantized_gib smaller, or engine.cache_gib"
-            ) from error
+            raise
         self.made = True
-        log.debug(
-            "%d of %d packed layers are in memory in 16 bits as well: %.2f GiB", len(self.layers), self.packed, gib
-        )
+        layers, gib = len(self.layers), self.bytes / 2**30
+        log.debug("%d of %d packed layers are in memory in 16 bits as well: %.2f GiB", layers, self.packed, gib)
 
     def drop(self) -> None:
         """Free the copies."""

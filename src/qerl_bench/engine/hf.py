@@ -156,7 +156,7 @@ class HFEngine:
             try:
                 return self._generate(prompts, prompt_ids, sampling)
             except Exception as error:
-                said = shortage(error) or shortage(error.__cause__)
+                said = shortage(error)
                 limits = self.limits.smaller(len(prompts) * sampling.samples)
                 if said is None or limits is None:
                     raise

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from peft.tuners.lora import LoraLayer
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.engine.base import Completion, Sampling
 from qerl_bench.engine.decoder_blocks import (
     Attend,
@@ -102,16 +101,10 @@ class Decoding:
         self.activation = getattr(self.ops, ACTIVATIONS[str(activation_of(config))])
         self.cache_bytes = size.pages * PAGE * kv_bytes(policy)
         heads = config.num_key_value_heads
-        try:
-            self.caches = [  # zeros, so that what no row has written is finite
-                [_memory((size.pages, heads, PAGE, layer.self_attn.head_dim), dtype, device).zero_() for _ in "kv"]
-                for layer in layers_of(policy)
-            ]
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"the GPU has no room for the keys and values of a rollout: {size.pages} pages of {PAGE} tokens, "
-                f"{self.cache_bytes / 2**30:.1f} GiB; make engine.cache_gib smaller, or engine.max_num_seqs"
-            ) from error
+        self.caches = [  # zeros, so that what no row has written is finite
+            [_memory((size.pages, heads, PAGE, layer.self_attn.head_dim), dtype, device).zero_() for _ in "kv"]
+            for layer in layers_of(policy)
+        ]
         self.adapters = [
             (layer, layer.cast_adapter) for layer in adapted_layers(policy) if layer.cast_adapter is not None
         ]

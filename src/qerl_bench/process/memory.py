@@ -17,7 +17,8 @@ Result = TypeVar("Result")
 NO_MEMORY = "no memory is left"  # in every message here
 REMEDIES = {  # of each phase
     "setup": "a quant of fewer bits or a smaller model",
-    "rollout": "a smaller engine.max_num_seqs, engine.cache_gib, rollout.group_size or task.max_completion_tokens",
+    "rollout": "a smaller engine.max_num_seqs, engine.cache_gib, engine.dequantized_gib, rollout.group_size or "
+    "task.max_completion_tokens",
     "train": "a smaller train.micro_batch_tokens, or train.recompute=full",
     "evaluation": "a smaller eval.questions or eval.samples",
 }
