@@ -133,6 +133,18 @@ def test_what_reads_runs_imports_nothing_of_what_makes_them() -> None:
             assert not any(room(name) == "studies/conduct" for name in others), module
 
 
+def test_each_room_says_what_belongs_there() -> None:
+    inits = [path for path in MODULES.values() if path.name == "__init__.py"]
+    assert inits and not [path for path in inits if not ast.get_docstring(ast.parse(path.read_text()))]
+
+
+def test_places_of_changes_exist() -> None:
+    """Files and names that CONTRIBUTING sends a change to, options apart."""
+    text = (ROOT / "CONTRIBUTING.md").read_text().split("## Change what is no option")[1].split("\n## ")[0]
+    for place in re.findall(r"`((?:commands|\w+)/[\w/]+\.py|\w+\.py)`", text):
+        assert (PACKAGE / place).is_file() or (SRC / place).is_file() or "NAME" in place, place
+
+
 def test_the_root_shows_the_loop() -> None:
     assert len({path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}) <= ROOTS
 

@@ -1,0 +1,1 @@
+"""The axis `engine`: what samples completions of the policy, and checks of what it samples."""

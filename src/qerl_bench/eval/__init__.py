@@ -1,0 +1,1 @@
+"""The axis `eval`: accuracy on questions that training does not see."""

@@ -1,0 +1,1 @@
+"""The axis `logger`: mirrors of metrics.jsonl at W&B and others."""

@@ -1,0 +1,1 @@
+"""The axis `lora`: which layers get an adapter, of which rank."""

@@ -1,0 +1,1 @@
+"""The axis `quantizer`: how codes of packed weights are chosen."""

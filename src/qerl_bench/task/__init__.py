@@ -1,0 +1,1 @@
+"""The axis `task`: questions, their split, prompts and rewards."""

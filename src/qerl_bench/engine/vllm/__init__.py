@@ -1,0 +1,1 @@
+"""Sampling with vLLM: its process, and how weights and adapters get there."""

@@ -1,0 +1,1 @@
+"""Evaluation with the tasks of lm-eval."""

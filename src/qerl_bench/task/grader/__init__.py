@@ -1,0 +1,1 @@
+"""Whether a completion holds the right answer."""
