@@ -6,12 +6,10 @@ and takes an explicit seed for every draw, so the prompts of any step can be rec
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from qerl_bench.algo.base import Algorithm
 from qerl_bench.records import Demonstration, Prompt, Reward, Rollout
-
-if TYPE_CHECKING:
-    from qerl_bench.algo.base import Algorithm
 
 
 class Task(Protocol):

@@ -11,8 +11,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING
 
+from qerl_bench.algo.base import Algorithm
 from qerl_bench.checks import check_fields, count
 from qerl_bench.records import Demonstration, Prompt, Reward, Rollout
 from qerl_bench.seeding import derive
@@ -20,9 +20,6 @@ from qerl_bench.task.prompt_task import no_demonstrations
 from qerl_bench.task.prompts import PromptTemplate
 from qerl_bench.task.question_form import normalize_question
 from qerl_bench.task.split import distinct_problems
-
-if TYPE_CHECKING:
-    from qerl_bench.algo.base import Algorithm
 
 ENOUGH = 0.4  # a share that few completions of random tokens reach
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from qerl_bench.algo.base import Algorithm
 from qerl_bench.checks import ConfigError, check_fields, count
 from qerl_bench.records import Prompt, Reward, Rollout
 from qerl_bench.task.grader.grader import Grader
 from qerl_bench.task.grader.last_number import last_number_is
 from qerl_bench.task.prompts import PromptTemplate
 from qerl_bench.task.question_form import normalize_question
-
-if TYPE_CHECKING:
-    from qerl_bench.algo.base import Algorithm
 
 
 @dataclass(frozen=True, kw_only=True)

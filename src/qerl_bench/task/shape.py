@@ -10,15 +10,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING
 
+from qerl_bench.algo.base import Algorithm
 from qerl_bench.checks import ConfigError, check_fields, count, one_of, require
 from qerl_bench.records import Demonstration, Prompt, Reward, Rollout
 from qerl_bench.seeding import derive
 from qerl_bench.task.prompt_task import no_demonstrations
-
-if TYPE_CHECKING:
-    from qerl_bench.algo.base import Algorithm
 
 LENGTHS = ("fixed", "geometric")
 IDS = 256  # prompts use token ids below this, which every vocabulary has

@@ -10,15 +10,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING
 
+from qerl_bench.algo.base import Algorithm
 from qerl_bench.checks import check_fields, count
 from qerl_bench.records import RENDERED, Demonstration, Prompt, Reward, Rollout
 from qerl_bench.seeding import derive
 from qerl_bench.task.split import distinct_problems, is_held_out
-
-if TYPE_CHECKING:
-    from qerl_bench.algo.base import Algorithm
 
 DEFAULT_EVAL_PROMPTS = 1024
 OPERATORS = "+-*"
