@@ -24,7 +24,7 @@ from qerl_bench.seeding import derive
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 RECIPE = "pretrain"  # how the names of experiments begin that pretrain
 MAX_OUTLIERS = 4.0  # three standard deviations are then a factor of 4,096
@@ -80,13 +80,6 @@ class SmallModel(TinyModel):
         if self.outliers > 0:
             spread_channels(model, self.outliers, self.seed)
         return model, tokenizer
-
-    def qwen2_config(self, **more: Any) -> Qwen2Config:
-        from transformers import Qwen2Config
-
-        from qerl_bench.model.word_tokenizer import END_ID, PAD_ID
-
-        return Qwen2Config(**self.config(), **more, bos_token_id=None, eos_token_id=END_ID, pad_token_id=PAD_ID)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         from qerl_bench.model.word_tokenizer import word_tokenizer
