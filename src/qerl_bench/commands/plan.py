@@ -141,7 +141,3 @@ def main(arguments: list[str] | None = None) -> None:
         rows = [plan(one, options.effect, options.power, options.between, level) for one in results]
         print(f"{model} on {task}: designs that find {options.effect:g} margins with a power of {options.power:.0%}")
         print(markdown_table(HEADER, rows))
-
-
-if __name__ == "__main__":
-    raise SystemExit("usage: qerl-bench plan RUNS ... [effect=1 power=0.8]")

@@ -12,6 +12,28 @@ from qerl_bench.algo.base import Algorithm
 from qerl_bench.records import Demonstration, Prompt, Reward, Rollout
 
 
+class Generates:
+    """What holds for a task that generates its questions as they are needed, where it says nothing else."""
+
+    def check_with(self, algo: Algorithm, eval_name: str, group_size: int) -> None:
+        """Works with every algorithm, evaluation and group size."""
+
+    def check(self) -> None:
+        """Needs no data."""
+
+    def stored_prompts(self) -> list[Prompt]:
+        return []
+
+    def warm_start_overrides(self) -> list[str]:
+        return []
+
+    def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
+        return [self.reward(rollout.prompt, rollout.text, finished=rollout.finished) for rollout in rollouts]
+
+    def reward(self, prompt: Prompt, completion: str, finished: bool = True) -> Reward:
+        raise NotImplementedError
+
+
 class Task(Protocol):
     """Training prompts, held-out prompts, and the reward of a completion."""
 
