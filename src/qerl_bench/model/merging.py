@@ -82,7 +82,8 @@ class Siblings:
         if not (self._merged and all(map(torch.equal, present, self._adapters))):
             with torch.inference_mode(False), torch.no_grad():
                 self._adapters = [matrix.detach().clone() for matrix in present]
-                self._merge()
+                weights = {path: self.frozen[path]() + update for path, update in self._updates().items()}
+                self._merged = self._rounded(weights)
         base, merged = self.layers[path].get_base_layer(), self._merged[path]
         if isinstance(base, PackedLinear) and isinstance(merged, PackedLinear):
             merged._kept = None if base._kept is None else merged._kept or {}  # as in `operands_kept`
@@ -100,9 +101,6 @@ class Siblings:
         """s B A (N, K) of each layer, in FP32."""
         matrices = {path: _matrices(layer) for path, layer in self.layers.items()}
         return {path: scaling * (b.float() @ a.float()) for path, (a, b, scaling) in matrices.items()}
-
-    def _merge(self) -> None:
-        self._merged = self._rounded({path: self.frozen[path]() + update for path, update in self._updates().items()})
 
     def _rounded(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Linear]:
         """The layers with the FP32 `weights` (N, K) in their formats."""

@@ -23,7 +23,6 @@ from qerl_bench.options.names import choice_of
 from qerl_bench.seeding import derive
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 RECIPE = "pretrain"  # how the names of experiments begin that pretrain
@@ -112,12 +111,8 @@ def spread_channels(model: PreTrainedModel, spread: float, seed: int) -> None:
                 factors = exponents.round().exp2().to(writer.weight.device, writer.weight.dtype)
                 for parameter in (writer.weight, getattr(writer, "bias", None)):
                     if parameter is not None:
-                        parameter.mul_(_by_row(factors, parameter))
+                        parameter.mul_(factors.view(-1, *[1] * (parameter.dim() - 1)))  # by row
                 if writer is attention.v_proj:
                     factors = factors.view(heads, -1).repeat_interleave(shared, 0).flatten()
                 for reader in readers:
                     reader.weight.div_(factors)
-
-
-def _by_row(factors: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    return factors.view(-1, *[1] * (parameter.dim() - 1))

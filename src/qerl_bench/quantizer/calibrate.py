@@ -42,10 +42,6 @@ class InputGroup:
     repeats: int = 1  # inputs per output of `previous` (grouped-query attention, head by head)
     head_size: int = 0  # set if repeats > 1
 
-    @property
-    def foldable(self) -> bool:
-        return self.norm is not None or self.previous is not None
-
     def averaged_over_repeats(self, scales: torch.Tensor) -> torch.Tensor:
         """`scales` (K,) with the geometric mean wherever several inputs come from one output of `previous`."""
         if self.repeats == 1:
