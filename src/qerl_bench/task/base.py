@@ -10,10 +10,23 @@ from typing import Protocol
 
 from qerl_bench.algo.base import Algorithm
 from qerl_bench.records import Demonstration, Prompt, Reward, Rollout
+from qerl_bench.seeding import derive
 
 
 class Generates:
     """What holds for a task that generates its questions as they are needed, where it says nothing else."""
+
+    held_out_questions = 1024  # if all are asked for
+
+    def _prompts(self, split: str, seed: int, count: int) -> list[Prompt]:
+        """`count` different prompts of the split "train" or "test", a function of the seed."""
+        raise NotImplementedError
+
+    def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
+        return self._prompts("train", derive(seed, "train", step), count)
+
+    def eval_prompts(self, count: int | None) -> list[Prompt]:
+        return self._prompts("test", derive("held-out"), self.held_out_questions if count is None else count)
 
     def check_with(self, algo: Algorithm, eval_name: str, group_size: int) -> None:
         """Works with every algorithm, evaluation and group size."""

@@ -15,7 +15,6 @@ from itertools import repeat
 from qerl_bench.algo.base import Algorithm
 from qerl_bench.checks import check_fields, count
 from qerl_bench.records import Demonstration, Prompt, Reward
-from qerl_bench.seeding import derive
 from qerl_bench.task.base import Generates
 from qerl_bench.task.prompt_task import no_demonstrations
 from qerl_bench.task.prompts import PromptTemplate
@@ -23,11 +22,6 @@ from qerl_bench.task.question_form import normalize_question
 from qerl_bench.task.split import distinct_problems
 
 ENOUGH = 0.4  # a share that few completions of random tokens reach
-
-
-@dataclass(frozen=True)
-class Question:
-    question: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +40,8 @@ class EvenCharacters(Generates):
         if not algo.on_policy:
             raise no_demonstrations(self.name)
 
-    def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
-        return self._prompts("train", derive(seed, "train", step), count)
-
     def normalize(self, question: str) -> str:
         return normalize_question(question)
-
-    def eval_prompts(self, count: int | None) -> list[Prompt]:
-        return self._prompts("test", derive("held-out"), 1024 if count is None else count)
 
     def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
         raise no_demonstrations(self.name)
@@ -71,8 +59,8 @@ class EvenCharacters(Generates):
 
     def _prompts(self, split: str, seed: int, count: int) -> list[Prompt]:
         draw = random.Random(seed)
-        candidates = (Question(f"Write about {draw.randrange(100_000)}.") for _ in repeat(None))
-        questions = distinct_problems(
-            candidates, count, split == "test", lambda question: question.question, f"task={self.name}", "five digits"
+        questions = (f"Write about {draw.randrange(100_000)}." for _ in repeat(None))
+        prompts = (self._template.prompt(f"{self.name}/{split}/{asked}", asked, "even") for asked in questions)
+        return distinct_problems(
+            prompts, count, split == "test", lambda prompt: prompt.question, f"task={self.name}", "five digits"
         )
-        return [self._template.prompt(f"{self.name}/{split}/{q.question}", q.question, "even") for q in questions]

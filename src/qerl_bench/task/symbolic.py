@@ -17,7 +17,6 @@ from qerl_bench.seeding import derive
 from qerl_bench.task.base import Generates
 from qerl_bench.task.split import distinct_problems, is_held_out
 
-DEFAULT_EVAL_PROMPTS = 1024
 OPERATORS = "+-*"
 
 
@@ -56,12 +55,6 @@ class SymbolicTask(Generates):
         """Raise ConfigError if the options leave no held-out or no training problem."""
         self.eval_prompts(1)
         self.train_prompts(1, 1, 0)
-
-    def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
-        return self._prompts("train", derive(seed, "train", step), count)
-
-    def eval_prompts(self, count: int | None) -> list[Prompt]:
-        return self._prompts("test", derive("held-out"), DEFAULT_EVAL_PROMPTS if count is None else count)
 
     def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
         """Demonstrations of training problems; a problem may occur more than once."""
