@@ -11,6 +11,7 @@ from typing import Protocol
 from qerl_bench.algo.base import Algorithm
 from qerl_bench.records import Demonstration, Prompt, Reward, Rollout
 from qerl_bench.seeding import derive
+from qerl_bench.task.question_form import normalize_question
 
 
 class Generates:
@@ -33,6 +34,10 @@ class Generates:
 
     def check(self) -> None:
         """Needs no data."""
+
+    def normalize(self, question: str) -> str:
+        """The question without layout and sentence punctuation."""
+        return normalize_question(question)
 
     def stored_prompts(self) -> list[Prompt]:
         return []

@@ -18,7 +18,6 @@ from qerl_bench.records import Demonstration, Prompt, Reward
 from qerl_bench.task.base import Generates
 from qerl_bench.task.prompt_task import no_demonstrations
 from qerl_bench.task.prompts import PromptTemplate
-from qerl_bench.task.question_form import normalize_question
 from qerl_bench.task.split import distinct_problems
 
 ENOUGH = 0.4  # a share that few completions of random tokens reach
@@ -39,9 +38,6 @@ class EvenCharacters(Generates):
     def check_with(self, algo: Algorithm, eval_name: str, group_size: int) -> None:
         if not algo.on_policy:
             raise no_demonstrations(self.name)
-
-    def normalize(self, question: str) -> str:
-        return normalize_question(question)
 
     def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
         raise no_demonstrations(self.name)

@@ -10,7 +10,6 @@ from qerl_bench.task.base import Generates
 from qerl_bench.task.grader.grader import Grader
 from qerl_bench.task.grader.last_number import last_number_is
 from qerl_bench.task.prompts import PromptTemplate
-from qerl_bench.task.question_form import normalize_question
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +44,6 @@ class PromptTask(Generates):
             correct_weight=self.correct_weight,
             format_weight=self.format_weight,
         )
-
-    def normalize(self, question: str) -> str:
-        """The question without layout and sentence punctuation."""
-        return normalize_question(question)
 
     def reward(self, prompt: Prompt, completion: str, finished: bool = True) -> Reward:
         return self.grader.reward(prompt.answer, completion, finished)
