@@ -52,7 +52,7 @@ def add_norm(
     require_device(x=x, weight=weight, delta=x if delta is None else delta)
     from qerl_kernels import jit_decoder_layer
 
-    block = _power_of_2(width)
+    block = power_of_2(width)
     kernel: Any = jit_decoder_layer.add_norm
     kernel[(rows,)](
         x, delta, weight, total, normed, width, epsilon, ADD=delta is not None, UNIT_OFFSET=unit_offset, BLOCK=block,
@@ -126,7 +126,7 @@ def rotate_store(
     kernel: Any = jit_decoder_layer.rotate_store
     kernel[(rows, queries + 2 * heads)](
         q, k, v, cos, sin, positions, table, keys, values, rotated, table.shape[1], q.stride(0), k.stride(0),
-        v.stride(0), HEADS=queries, KV=heads, D=size, HALF=_power_of_2(size // 2), DIM=_power_of_2(size), PAGE=PAGE,
+        v.stride(0), HEADS=queries, KV=heads, D=size, HALF=power_of_2(size // 2), DIM=power_of_2(size), PAGE=PAGE,
         num_warps=1, **overlapping(q.device),
     )  # fmt: skip
     return rotated
@@ -164,7 +164,7 @@ def attend(
     pieces = -(-columns * PAGE // PIECE) + 1  # the last of the prefix may be cut
     splits = min(pieces, max(_MIN_SPLITS, _PROGRAMS // (rows * heads)))
     out = q.new_empty(rows, heads * group * size)
-    dim = max(_MIN_DOT, _power_of_2(size))
+    dim = max(_MIN_DOT, power_of_2(size))
     partial = q.new_empty(rows * heads * group, pieces, size, dtype=torch.float32)
     maxima, total = (q.new_empty(rows * heads * group, pieces, dtype=torch.float32) for _ in range(2))
     seen = window or columns * PAGE
@@ -175,13 +175,13 @@ def attend(
         prefix: Any = jit_decoder_layer.attend_prefix
         prefix[(len(clusters), heads, splits)](
             q, keys, values, table, positions, prefixes, clusters, partial, maxima, total, factor, seen, columns,
-            pieces, MEMBERS=members, ROWS=max(_MIN_DOT, _power_of_2(members * group)), num_warps=PREFIX_WARPS,
+            pieces, MEMBERS=members, ROWS=max(_MIN_DOT, power_of_2(members * group)), num_warps=PREFIX_WARPS,
             num_stages=2, **shape,
         )  # fmt: skip
     own: Any = jit_decoder_layer.attend_own
     own[(rows, heads, splits)](
         q, keys, values, table, positions, prefixes, partial, maxima, total, factor, seen, columns, pieces,
-        ROWS=max(_MIN_DOT, _power_of_2(group)), num_warps=own_warps(keys.dtype), num_stages=3, **shape,
+        ROWS=max(_MIN_DOT, power_of_2(group)), num_warps=own_warps(keys.dtype), num_stages=3, **shape,
     )  # fmt: skip
     combine: Any = jit_decoder_layer.combine_pieces
     combine[(rows * heads * group,)](
@@ -213,6 +213,6 @@ def _require_cache(
         raise ValueError(f"the head size must be even, got {tuple(keys.shape)}; pad it")
 
 
-def _power_of_2(size: int) -> int:
+def power_of_2(size: int) -> int:
     """The next power of two, at least 1."""
     return 1 << max(0, size - 1).bit_length()

@@ -16,7 +16,7 @@ import torch
 
 from qerl_kernels import decoder_layer
 from qerl_kernels.checks import require_device, require_shape
-from qerl_kernels.decoder_layer import FLOATS
+from qerl_kernels.decoder_layer import FLOATS, power_of_2
 
 NORM_WARPS = 8
 GATED = (1024, 4)  # columns of a program, and its warps
@@ -96,7 +96,7 @@ def _norm_gradient(
     kernel: Any = jit_training_block.norm_gradient
     kernel[(rows,)](
         total, weight, normed.contiguous(), None if more is None else more.contiguous(), out, width, epsilon,
-        ADD=more is not None, BLOCK=_power_of_2(width), num_warps=NORM_WARPS,
+        ADD=more is not None, BLOCK=power_of_2(width), num_warps=NORM_WARPS,
     )  # fmt: skip
     return out
 
@@ -156,7 +156,7 @@ def _launch_rotation(
     tokens, per_program, warps = ROTATED
     kernel[(-(-rows // tokens), -(-(of_queries + 2 * of_keys) // per_program))](
         qkv, cos, sin, *(norms or (None, None)), *parts, rows, epsilon, *out,
-        HEADS=of_queries, KV=of_keys, D=size, HALF=_power_of_2(size // 2), TOKENS=tokens, PER_PROGRAM=per_program,
+        HEADS=of_queries, KV=of_keys, D=size, HALF=power_of_2(size // 2), TOKENS=tokens, PER_PROGRAM=per_program,
         NORM=norms is not None, num_warps=warps,
     )  # fmt: skip
 
@@ -179,8 +179,3 @@ class _SwiGLU(torch.autograd.Function):
         grid = (rows, -(-width // block))
         kernel[grid](gate_up, grads[0].contiguous(), out, width, BLOCK=block, num_warps=warps)
         return out
-
-
-def _power_of_2(size: int) -> int:
-    """The next power of two, at least 1."""
-    return 1 << max(0, size - 1).bit_length()

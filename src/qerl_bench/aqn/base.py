@@ -7,13 +7,11 @@ loop). A schedule that reacts to the policy brings its own controller, whose sta
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from qerl_bench.aqn.norm_errors import NormErrors
-
-if TYPE_CHECKING:
-    from qerl_bench.aqn.spec import NoiseSpec
-    from qerl_bench.quant.base import WeightFormat
+from qerl_bench.aqn.spec import NoiseSpec
+from qerl_bench.quant.base import WeightFormat
 
 
 class SigmaController(Protocol):

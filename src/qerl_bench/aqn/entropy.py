@@ -22,15 +22,13 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qerl_bench.aqn.base import Schedule, SigmaController
 from qerl_bench.aqn.norm_errors import NormErrors
+from qerl_bench.aqn.spec import NoiseSpec
 from qerl_bench.checks import MAX_SIGMA, check_fields, number, positive, require
-
-if TYPE_CHECKING:
-    from qerl_bench.aqn.spec import NoiseSpec
-    from qerl_bench.quant.base import WeightFormat
+from qerl_bench.quant.base import WeightFormat
 
 log = logging.getLogger(__name__)
 STATE = ("integral", "output", "smoothed", "saturated")  # of the controller, in checkpoints

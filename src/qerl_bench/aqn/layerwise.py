@@ -7,15 +7,12 @@ the format's error is larger; we know of no published result for this.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from qerl_bench.aqn.base import OpenLoop, Schedule, SigmaController
 from qerl_bench.aqn.norm_errors import NormErrors
+from qerl_bench.aqn.spec import NoiseSpec
 from qerl_bench.checks import require
-
-if TYPE_CHECKING:
-    from qerl_bench.aqn.spec import NoiseSpec
-    from qerl_bench.quant.base import WeightFormat
+from qerl_bench.quant.base import WeightFormat
 
 
 @dataclass(frozen=True, kw_only=True)

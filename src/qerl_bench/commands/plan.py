@@ -26,6 +26,7 @@ from qerl_bench.studies.claims.registry import QERL, families, with_own_folders
 from qerl_bench.studies.design.looks import shown_runs
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.script import parser_for
+from qerl_bench.studies.runs.settings import by_scope
 from qerl_bench.studies.tables.markdown import markdown_table
 
 BASES = (1, 4, 6, 8, 12, 16, 24, 32, 48)
@@ -133,15 +134,9 @@ def main(arguments: list[str] | None = None) -> None:
     require(options.between >= 0, f"--between must be 0 or more margins, got {options.between:g}")
     claims = [one for one in families()[options.papers] if not one.measure.gpu and one.expected != "same"]
     runs = load_runs(shown_runs(options.runs, options.without), options.mixed_code)
-    scopes = sorted({(run.option("model.name"), run.option("task.name")) for run in runs})
-    for model, task in scopes:
-        group = [run for run in runs if (run.option("model.name"), run.option("task.name")) == (model, task)]
+    for scope, group in by_scope(runs).items():
         level = DIRECTION / 2 / len(claims)
         results = evaluate_claims(claims, group)
         rows = [plan(one, options.effect, options.power, options.between, level) for one in results]
-        print(f"{model} on {task}: designs that find {options.effect:g} margins with a power of {options.power:.0%}")
+        print(f"{scope}: designs that find {options.effect:g} margins with a power of {options.power:.0%}")
         print(markdown_table(HEADER, rows))
-
-
-if __name__ == "__main__":
-    raise SystemExit("usage: qerl-bench plan RUNS ... [effect=1 power=0.8]")

@@ -86,7 +86,8 @@ def main(arguments: list[str]) -> None:
     first.check_model()
     out.mkdir(parents=True, exist_ok=True)
     record, rows = probe(experiments, options, chosen="task.answer_format" in keys_of(words))
-    record = {"words": words, "options": asked_for(options), **record}
+    asked = {key: value for key, value in vars(options).items() if key not in ("out", "words")}
+    record = {"words": words, "options": asked, **record}
     record["advice"] = advice(record)
     write_atomically(out / "probe.json", json.dumps(record, indent=1))
     write_atomically(out / "probe.md", text := markdown(record))
@@ -107,10 +108,6 @@ def parsed(arguments: Sequence[str]) -> tuple[Any, list[str]]:
 
 def keys_of(words: Sequence[str]) -> set[str]:
     return {word.lstrip("+").partition("=")[0] for word in words}
-
-
-def asked_for(options: Any) -> dict[str, Any]:
-    return {key: value for key, value in vars(options).items() if key not in ("out", "words")}
 
 
 def check(options: Any, words: Sequence[str]) -> None:

@@ -44,14 +44,6 @@ class HydraBypass(BaseException):
 
 
 @contextmanager
-def past_hydra() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise HydraBypass(error) from error
-
-
-@contextmanager
 def uncollected() -> Iterator[None]:
     """Looks for no garbage among what is imported here, now or later: a million objects, all of which stay."""
     if "torch" in sys.modules:
@@ -77,8 +69,11 @@ def run(world: World) -> None:
             from qerl_bench.experiment import run_experiment
 
         warn_of_single_point(HydraConfig.get())
-        with past_hydra(), failure_in_log():
-            run_experiment(build(resolved(cfg)), resolved(cfg), world)
+        try:
+            with failure_in_log():
+                run_experiment(build(resolved(cfg)), resolved(cfg), world)
+        except Exception as error:
+            raise HydraBypass(error) from error
 
     try:
         run_one()

@@ -150,7 +150,3 @@ def _prompt(
 
 def _keys(entry: dict[str, Any]) -> str:
     return f"the line has {', '.join(map(repr, entry)) or 'no keys'}"
-
-
-if __name__ == "__main__":
-    raise SystemExit(USAGE)

@@ -50,7 +50,8 @@ def main(words: list[str]) -> None:
     missing = [str(folder) for folder in given.folders if not folder.is_dir()]
     require(not missing, f"no folder {', '.join(missing)}; give the folder that holds the runs")
     if given.json:
-        print(json.dumps([status.as_object() for status in statuses(given.folders)], indent=1))
+        found = statuses(given.folders)
+        print(json.dumps([status._asdict() | {"run": str(status.run)} for status in found], indent=1))
         return
     while True:
         found = statuses(given.folders)

@@ -69,40 +69,23 @@ class HF:
         return HFEngine(
             policy,
             self.max_num_seqs,
-            self.cache_gib,
-            self.kept_gib,
-            self.prefill_tokens,
+            cache_gib=self.cache_gib,
             dequantized_gib=self.dequantized_gib,
+            kept_gib=self.kept_gib,
+            prefill_tokens=self.prefill_tokens,
             invariant=self.invariant,
         )
 
 
 class HFEngine:
-    """Sampling from `policy`, at most `max_num_seqs` requests at a time; the other options are those of `HF`."""
+    """Sampling from `policy`, at most `max_num_seqs` requests at a time, within other limits, those of `Limits`."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        max_num_seqs: int,
-        cache_gib: float | None = None,
-        kept_gib: float = 0.0,
-        prefill_tokens: int = 8192,
-        *,
-        dequantized_gib: float = 0.0,
-        invariant: bool = False,
-    ) -> None:
+    def __init__(self, policy: Policy, max_num_seqs: int, **limits: Any) -> None:
         from qerl_bench.engine.recordable import eager_reason
         from qerl_bench.engine.sampler import Sampler
 
         self.policy = policy
-        self.configured = self.limits = Limits(
-            rows=max_num_seqs,
-            cache_gib=cache_gib,
-            dequantized_gib=dequantized_gib,
-            kept_gib=kept_gib,
-            prefill_tokens=prefill_tokens,
-            invariant=invariant,
-        )
+        self.configured = self.limits = Limits(rows=max_num_seqs, **limits)
         reason = eager_reason(policy)
         self.sampler = Sampler(policy, self.limits) if reason is None else None
         policy.training_cache["sampler"] = self.sampler

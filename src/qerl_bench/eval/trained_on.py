@@ -7,14 +7,11 @@ their training questions, and questions in other words.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from qerl_bench.checks import ConfigError, require
+from qerl_bench.task.base import Task
 from qerl_bench.task.dataset import DatasetTask
 from qerl_bench.task.sources import MAX_EXAMPLES
-
-if TYPE_CHECKING:
-    from qerl_bench.task.base import Task
 
 log = logging.getLogger(__name__)
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from qerl_bench.eval.base import Evaluator
 from qerl_bench.eval.task import TaskEvaluation, by_question, has_lenient
 from qerl_bench.statistics import over_samples
-
-if TYPE_CHECKING:
-    from qerl_bench.eval.base import Evaluator
-    from qerl_bench.task.base import Task
+from qerl_bench.task.base import Task
 
 POINTS = 5  # of a curve, about, if eval.every leaves it open
 LEAST_STEPS = 10  # between two of these

@@ -43,7 +43,8 @@ class ServiceMirror(MetricsMirror):
         except Exception as error:  # a mirror may break in any way; the run goes on
             log.warning("%s cannot start and is off; metrics.jsonl has everything: %s", self.name, error)
         for record in records:
-            self.log(record["kind"], record["step"], metrics_in(record))
+            metrics = {key: value for key, value in record.items() if key not in ("kind", "step", "time")}
+            self.log(record["kind"], record["step"], metrics)
 
     def begin(self, spec: Any, run_dir: Path, known: str | None, config: dict[str, Any]) -> Any:
         """The service's own object of a run; `known` is the id that its record has, if it is continued."""
@@ -90,11 +91,6 @@ class LoggerSpec(Protocol):
         `records` are the lines of metrics.jsonl so far, not empty after a resume; `config` is the resolved config.
         """
         ...
-
-
-def metrics_in(record: dict[str, Any]) -> dict[str, Any]:
-    """The metrics of a line of metrics.jsonl."""
-    return {key: value for key, value in record.items() if key not in ("kind", "step", "time")}
 
 
 def group_of(config: dict[str, Any]) -> str:

@@ -6,14 +6,11 @@ import hashlib
 import time
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from qerl_bench.model.base import Model
 from qerl_bench.options.model_names import last_part
 from qerl_bench.quant.weight_files import weight_files
 from qerl_bench.rundir.checksums import digest
-
-if TYPE_CHECKING:
-    from qerl_bench.model.base import Model
 
 MAX_WHOLE_BYTES = 2**30  # larger files are sampled
 BLOCK_BYTES, BLOCKS = 2**20, 64  # the blocks read of a larger file, evenly spaced from its first byte to its last

@@ -19,7 +19,7 @@ from qerl_bench.checks import Check, check_fields, count, flag, naming, number, 
 from qerl_bench.model.base import DTYPES, placed, source_of
 from qerl_bench.model.gguf.architecture import config_of
 from qerl_bench.model.gguf.convert import converted, describe
-from qerl_bench.model.gguf.header import read_header
+from qerl_bench.model.gguf.header import read_header, require_file
 from qerl_bench.model.gguf.vocabulary import TEMPLATE
 from qerl_bench.model.gguf.weights import Dither
 from qerl_bench.model.local_folder import REMEDY, check_folder
@@ -124,10 +124,7 @@ class HubModel:
         if self.gguf is None:
             check_folder(self.id)
         else:
-            require(
-                self.gguf.is_file(),
-                f"model.id={self.gguf}: there is no such file. Give a GGUF file, a folder or a hub id",
-            )
+            require_file(self.gguf)
 
     def check(self, messages: tuple[Message, ...]) -> None:
         prompt = json.dumps([messages, None if self.template is None else dict(self.template)])

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraLayer
 
-from qerl_bench.checks import require
+from qerl_bench.checks import naming, require
 from qerl_bench.model.adapters import block_linears
 from qerl_bench.model.kernels import LoRALinear
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.bf16 import BF16
-from qerl_bench.quant.linear import FUSED_SIBLINGS, PackedLinear, errors_name_layer
+from qerl_bench.quant.linear import PackedLinear, siblings_of
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quant.packed_share import decoder_blocks
 from qerl_bench.quantizer.base import Quantizer
@@ -82,7 +82,8 @@ class Siblings:
         if not (self._merged and all(map(torch.equal, present, self._adapters))):
             with torch.inference_mode(False), torch.no_grad():
                 self._adapters = [matrix.detach().clone() for matrix in present]
-                self._merge()
+                weights = {path: self.frozen[path]() + update for path, update in self._updates().items()}
+                self._merged = self._rounded(weights)
         base, merged = self.layers[path].get_base_layer(), self._merged[path]
         if isinstance(base, PackedLinear) and isinstance(merged, PackedLinear):
             merged._kept = None if base._kept is None else merged._kept or {}  # as in `operands_kept`
@@ -101,9 +102,6 @@ class Siblings:
         matrices = {path: _matrices(layer) for path, layer in self.layers.items()}
         return {path: scaling * (b.float() @ a.float()) for path, (a, b, scaling) in matrices.items()}
 
-    def _merge(self) -> None:
-        self._merged = self._rounded({path: self.frozen[path]() + update for path, update in self._updates().items()})
-
     def _rounded(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Linear]:
         """The layers with the FP32 `weights` (N, K) in their formats."""
         amax = shared_amax({path: float(weight.abs().max()) for path, weight in weights.items()})
@@ -117,7 +115,7 @@ class Siblings:
             merged.weight = torch.nn.Parameter(weight.to(base.weight.dtype), requires_grad=False)
             merged.bias = base.bias
             return merged
-        with errors_name_layer(path):
+        with naming(path):
             packed = PackedLinear.replacing(base, weight_format, self.quantizer.pack(weight, weight_format, amax, None))
         packed.rounding = base.rounding if isinstance(base, PackedLinear) else None
         return packed
@@ -162,7 +160,7 @@ def merging_of(
     owner = model if like is None else like
     groups: dict[tuple[str, ...], list[str]] = {}
     for path in adapted:
-        groups.setdefault(_siblings(path), []).append(path)
+        groups.setdefault(siblings_of(path), []).append(path)
     log.info("%d adapted layers are merged into %s; fused blocks and recorded passes are off", len(adapted), where)
     return Merging(
         [
@@ -177,16 +175,9 @@ def merging_of(
     )
 
 
-def _siblings(path: str) -> tuple[str, ...]:
-    """The paths of the layers that engines run as one matrix with the layer `path`; itself if there are none."""
-    parent, _, leaf = path.rpartition(".")
-    fused = next((names for names in FUSED_SIBLINGS if leaf in names), (leaf,))
-    return tuple(f"{parent}.{name}" for name in fused)
-
-
 def _require_siblings(model: torch.nn.Module, adapted: Mapping[str, object]) -> None:
     there = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    apart = sorted({one for path in adapted for one in _siblings(path)} & there - adapted.keys())
+    apart = sorted({one for path in adapted for one in siblings_of(path)} & there - adapted.keys())
     require(
         not apart,
         f"rollout.merge=true gives layers that share a tensor scale a new one, and lora.targets leaves out {apart[:1]}:"

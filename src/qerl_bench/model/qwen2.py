@@ -74,6 +74,6 @@ class Qwen2Spec(MadeHere):
     def qwen2_config(self, **more: Any) -> Qwen2Config:
         from transformers import Qwen2Config
 
-        from qerl_bench.model.byte_tokenizer import END_ID, PAD_ID
-
-        return Qwen2Config(**self.config(), **more, bos_token_id=None, eos_token_id=END_ID, pad_token_id=PAD_ID)
+        own = self.tokenizer()
+        ends = {"bos_token_id": None, "eos_token_id": own.eos_token_id, "pad_token_id": own.pad_token_id}
+        return Qwen2Config(**self.config(), **more, **ends)

@@ -16,14 +16,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.rundir.checksums import digest
 from qerl_bench.rundir.environment import code_digest, cpu_name, nvidia_driver, own_modules, versions
 from qerl_bench.rundir.locks import wait_for_lock
-
-if TYPE_CHECKING:
-    from qerl_bench.quantizer.base import Quantizer
 
 log = logging.getLogger(__name__)
 NEEDED = ("torch", "transformers")  # packages without which nothing can be compared

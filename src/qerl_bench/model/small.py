@@ -23,8 +23,7 @@ from qerl_bench.options.names import choice_of
 from qerl_bench.seeding import derive
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 RECIPE = "pretrain"  # how the names of experiments begin that pretrain
 MAX_OUTLIERS = 4.0  # three standard deviations are then a factor of 4,096
@@ -81,13 +80,6 @@ class SmallModel(TinyModel):
             spread_channels(model, self.outliers, self.seed)
         return model, tokenizer
 
-    def qwen2_config(self, **more: Any) -> Qwen2Config:
-        from transformers import Qwen2Config
-
-        from qerl_bench.model.word_tokenizer import END_ID, PAD_ID
-
-        return Qwen2Config(**self.config(), **more, bos_token_id=None, eos_token_id=END_ID, pad_token_id=PAD_ID)
-
     def tokenizer(self) -> PreTrainedTokenizerBase:
         from qerl_bench.model.word_tokenizer import word_tokenizer
 
@@ -119,12 +111,8 @@ def spread_channels(model: PreTrainedModel, spread: float, seed: int) -> None:
                 factors = exponents.round().exp2().to(writer.weight.device, writer.weight.dtype)
                 for parameter in (writer.weight, getattr(writer, "bias", None)):
                     if parameter is not None:
-                        parameter.mul_(_by_row(factors, parameter))
+                        parameter.mul_(factors.view(-1, *[1] * (parameter.dim() - 1)))  # by row
                 if writer is attention.v_proj:
                     factors = factors.view(heads, -1).repeat_interleave(shared, 0).flatten()
                 for reader in readers:
                     reader.weight.div_(factors)
-
-
-def _by_row(factors: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    return factors.view(-1, *[1] * (parameter.dim() - 1))

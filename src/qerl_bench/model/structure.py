@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from qerl_bench.checks import require
-from qerl_bench.model.weight_reads import weights_read
+from qerl_bench.model.weight_reads import storage_of, weights_read
 from qerl_bench.quant.experts import PackedExperts
 from qerl_bench.quant.packed_share import decoder_blocks
 
@@ -161,11 +161,11 @@ class _Flow(TorchDispatchMode):
         self.kept: list[torch.Tensor] = []  # so that no marked storage is used again
 
     def mark_residual(self, tensor: torch.Tensor) -> None:
-        self.residual.add(_storage(tensor))
+        self.residual.add(storage_of(tensor))
         self.kept.append(tensor)
 
     def mark_norm(self, tensor: torch.Tensor, name: str) -> None:
-        self.norm[_storage(tensor)] = name
+        self.norm[storage_of(tensor)] = name
         self.kept.append(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -175,18 +175,18 @@ class _Flow(TorchDispatchMode):
             terms = [arg for arg in args if isinstance(arg, torch.Tensor)]
             if any(map(self.in_residual, terms)):
                 self.mark_residual(result)
-            for name in (self.norm.get(_storage(term)) for term in terms):
+            for name in (self.norm.get(storage_of(term)) for term in terms):
                 if name is not None:
                     self.reads[name].added = True
         elif kind in COPIES or (kind in SCALINGS and _is_per_token(args[1])):
-            if (name := self.norm.get(_storage(args[0]))) is not None:
+            if (name := self.norm.get(storage_of(args[0]))) is not None:
                 self.mark_norm(result, name)
             if kind in COPIES and self.in_residual(args[0]):
                 self.mark_residual(result)
         return result
 
     def in_residual(self, tensor: torch.Tensor) -> bool:
-        return _storage(tensor) in self.residual
+        return storage_of(tensor) in self.residual
 
 
 def _after_norm(flow: _Flow, name: str) -> Callable[..., None]:
@@ -202,7 +202,7 @@ def _after_norm(flow: _Flow, name: str) -> Callable[..., None]:
 def _before_layer(flow: _Flow, name: str) -> Callable[..., None]:
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in _tensors(args, kwargs):
-            norm = flow.norm.get(_storage(tensor))
+            norm = flow.norm.get(storage_of(tensor))
             if norm is not None and name not in flow.reads[norm].consumers:
                 flow.reads[norm].consumers.append(name)
 
@@ -283,10 +283,6 @@ def _offset(norm: torch.nn.Module, x: torch.Tensor) -> float | None:
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _is_per_token(factor: Any) -> bool:

@@ -53,16 +53,16 @@ class _WeightReads(TorchDispatchMode):
 
     def watch(self, layer: torch.nn.Linear, path: str) -> tuple[Callable[..., None], Callable[..., None]]:
         """Hooks for before and after the layer runs."""
-        self.paths[_storage(layer.weight)] = path
+        self.paths[storage_of(layer.weight)] = path
         return lambda *_: self.running.add(path), lambda *_: self.running.discard(path)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in (*args, *(kwargs or {}).values()):
-            path = self.paths.get(_storage(value)) if isinstance(value, torch.Tensor) else None
+            path = self.paths.get(storage_of(value)) if isinstance(value, torch.Tensor) else None
             if path is not None and path not in self.running and path not in self.found:
                 self.found.append(path)
         return func(*args, **(kwargs or {}))
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()

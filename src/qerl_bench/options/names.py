@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.checks import ConfigError, require
 from qerl_bench.options import user_options
-from qerl_bench.options.files import alternatives
+from qerl_bench.options.files import alternatives, find_option, options_of
 
 OWN = "qerl_bench."  # how the names of the project's own classes begin
 GLOBAL = "@package _global_"  # Hydra's mark of files that set several axes, such as experiments
@@ -48,9 +48,9 @@ def check_option_names(cfg: DictConfig, runtime: RuntimeConf) -> None:
     for place, choice in choices.items():
         group, _, package = place.partition("@")
         option = str(choice).removesuffix(".yaml")
-        file = _file(folders, group, option)
+        file = find_option(folders, group, option)
         node = OmegaConf.select(cfg, package or group)
-        if file is not None and OmegaConf.is_dict(node) and GLOBAL not in file.read_text():
+        if file.is_file() and OmegaConf.is_dict(node) and GLOBAL not in file.read_text():
             _check_option(node, ChainMap(*reversed(layers(folders, group, option))), file, place, option, folders)
     refuse_foreign_classes(OmegaConf.to_container(cfg, resolve=False), "", folders)
 
@@ -141,7 +141,7 @@ def load_option(folders: Sequence[Path], group: str, option: str) -> Any:
 
 def layers(folders: Sequence[Path], group: str, option: str) -> list[dict[str, Any]]:
     """What these files hold, the option's own last."""
-    file = _file(folders, group, option) or folders[0] / group / f"{option}.yaml"
+    file = find_option(folders, group, option)
     node = _read(file)
     require(isinstance(node, dict), f"{file} must have lines KEY: VALUE, got {node!r}")
     place = option.rpartition("/")[0]
@@ -150,17 +150,12 @@ def layers(folders: Sequence[Path], group: str, option: str) -> list[dict[str, A
     return [*bases, {key: part for key, part in node.items() if key != "defaults"}]
 
 
-def _file(folders: Sequence[Path], group: str, option: str) -> Path | None:
-    return next((file for folder in folders if (file := folder / group / f"{option}.yaml").is_file()), None)
-
-
 def _name_of(option: str) -> str:
     return option.replace("/", "-")
 
 
 def _options(folders: list[Path], place: str) -> list[str]:
-    groups = [folder / place.partition("@")[0] for folder in folders]
-    return sorted({str(file.relative_to(group).with_suffix("")) for group in groups for file in group.rglob("*.yaml")})
+    return sorted(options_of(folders, place.partition("@")[0]))
 
 
 def _choices(place: str, options: list[str]) -> str:

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import gc
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from qerl_bench.checks import require
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 RUNS_ON_GPU = "QERL_BENCH_RUNS_ON_GPU"
 CONTEXT_BYTES = 2**30  # of a process, beside what PyTorch allocates: CUDA's context, kernels, libraries

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from qerl_bench.checks import ConfigError, check_fields, flag, number, one_of, require
 
@@ -46,7 +46,8 @@ class BlockFormat(WeightFormat, ABC):
     keep_first: float  # share of the transformer blocks, from the first one on, that stay in 16 bits
     keep_last: float  # the same from the last one back
 
-    block_rows = 1  # rows that share their scales
+    block: ClassVar[Any]  # inputs that share a scale
+    block_rows = 1  # rows that do
 
     def __post_init__(self) -> None:
         check_fields(
@@ -82,9 +83,9 @@ class BlockFormat(WeightFormat, ABC):
         )
         return {*range(first), *range(blocks - last, blocks)}
 
-    @abstractmethod
     def block_of(self, in_features: int) -> int:
-        """How many inputs of a row of `in_features` share a scale."""
+        """How many inputs of a row of `in_features` share a scale: `block`, unless a format has it otherwise."""
+        return self.block
 
     def check_width(self, name: str, in_features: int) -> None:
         block = self.block_of(in_features)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from qerl_bench.checks import ConfigError
+from qerl_bench.checks import naming
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.packed_weight import PackedWeight
@@ -36,6 +36,13 @@ FUSED_SIBLINGS = (
 )
 
 KERNEL_BUFFERS = ("kernel_words", "kernel_scales")
+
+
+def siblings_of(path: str) -> tuple[str, ...]:
+    """The paths of the layers that engines run as one matrix with the layer `path`, itself included."""
+    parent, dot, leaf = path.rpartition(".")
+    names = next((names for names in FUSED_SIBLINGS if leaf in names), (leaf,))
+    return tuple(f"{parent}{dot}{name}" for name in names)
 
 
 def resident_kernel_weight(
@@ -243,18 +250,9 @@ def pack_linear(
     if not isinstance(weight_format, BlockFormat):
         return linear
     weight_format.check_width(name, linear.in_features)
-    with errors_name_layer(name):
+    with naming(name):
         packed = weight_format.pack(linear.weight.detach(), tensor_amax)
     return PackedLinear.replacing(linear, weight_format, packed)
-
-
-@contextmanager
-def errors_name_layer(name: str) -> Iterator[None]:
-    """Start the message of a ConfigError with the name of the layer."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from error
 
 
 def resident_bytes(layer: torch.nn.Module) -> int:

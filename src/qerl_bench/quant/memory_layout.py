@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from qerl_bench.quant.linear import FUSED_SIBLINGS, TENSOR_SCALES, PackedLinear
+from qerl_bench.quant.linear import TENSOR_SCALES, PackedLinear, siblings_of
 
 
 def place(layers: Mapping[str, PackedLinear]) -> None:
@@ -40,11 +40,8 @@ def place(layers: Mapping[str, PackedLinear]) -> None:
 def _siblings(layers: Mapping[str, PackedLinear]) -> list[list[PackedLinear]]:
     left, groups = dict(layers), []
     for name in layers:
-        parent, _, leaf = name.rpartition(".")
-        leaves = next((leaves for leaves in FUSED_SIBLINGS if leaf in leaves), (leaf,))
-        paths = [f"{parent}.{one}" if parent else one for one in leaves]
         if name in left:
-            groups.append([left.pop(path) for path in paths if path in left])
+            groups.append([left.pop(path) for path in siblings_of(name) if path in left])
     return groups
 
 

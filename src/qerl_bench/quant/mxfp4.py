@@ -26,9 +26,6 @@ class MXFP4(BlockFormat):
         super().__post_init__()
         check_fields(self, "quant", scale_rule=one_of("even", "floor", "rceil"))
 
-    def block_of(self, in_features: int) -> int:
-        return self.block
-
     def scales(
         self, weight: torch.Tensor, tensor_amax: float | None = None, stretch: float = 1.0
     ) -> dict[str, torch.Tensor]:

@@ -53,9 +53,6 @@ class NF4(BlockFormat):
             return lacking("bitsandbytes", "quant=nf4", "bitsandbytes")
         return None
 
-    def block_of(self, in_features: int) -> int:
-        return self.block
-
     def scales(
         self, weight: torch.Tensor, tensor_amax: float | None = None, stretch: float = 1.0
     ) -> dict[str, torch.Tensor]:

@@ -42,9 +42,6 @@ class NVFP4(BlockFormat):
             f"quant.compute_dtype={self.compute_dtype}; add quant.compute_dtype=float32",
         )
 
-    def block_of(self, in_features: int) -> int:
-        return self.block
-
     def scales(
         self, weight: torch.Tensor, tensor_amax: float | None = None, stretch: float = 1.0
     ) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from qerl_bench.checks import require
+from qerl_bench.checks import naming, require
 from qerl_bench.process.progress import bar
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.bf16 import BF16
@@ -28,7 +28,7 @@ from qerl_bench.quant.experts import (
     matrix_shape,
     pack_experts,
 )
-from qerl_bench.quant.linear import PackedLinear, errors_name_layer, resident_bytes
+from qerl_bench.quant.linear import PackedLinear, resident_bytes
 from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.memory_layout import place
 from qerl_bench.quant.packed_share import decoder_blocks, is_linear, routers
@@ -138,7 +138,7 @@ def _pack_layers(
     tensor_amax = shared_amax({name: _amax(name, linear.weight) for name, linear in linears.items()})
     reports = {}
     for name, *aliases in layers:
-        with errors_name_layer(name):
+        with naming(name):
             if name not in linears:
                 reports[name] = _pack_experts(model, name, weight_format, quantizer)
                 continue

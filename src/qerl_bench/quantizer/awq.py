@@ -35,7 +35,7 @@ class AWQ(Quantizer):
 
     def prepare(self, groups: list[InputGroup], weight_format: BlockFormat) -> None:
         for group in groups:
-            if group.foldable:
+            if group.norm is not None or group.previous is not None:
                 group.fold_scales(self.best_scales(group, weight_format))
 
     def best_scales(self, group: InputGroup, weight_format: BlockFormat) -> torch.Tensor:

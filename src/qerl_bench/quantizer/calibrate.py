@@ -16,7 +16,7 @@ import torch
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.quant.base import BlockFormat
-from qerl_bench.quant.linear import FUSED_SIBLINGS, PackedLinear, pack_linear
+from qerl_bench.quant.linear import PackedLinear, pack_linear, siblings_of
 
 # (previous, layer): each output of `previous` scales inputs of `layer` and nothing else.
 CHAINS = (("v_proj", "o_proj"), ("up_proj", "down_proj"))
@@ -41,10 +41,6 @@ class InputGroup:
     previous: torch.nn.Linear | None = None  # x is linear in its output
     repeats: int = 1  # inputs per output of `previous` (grouped-query attention, head by head)
     head_size: int = 0  # set if repeats > 1
-
-    @property
-    def foldable(self) -> bool:
-        return self.norm is not None or self.previous is not None
 
     def averaged_over_repeats(self, scales: torch.Tensor) -> torch.Tensor:
         """`scales` (K,) with the geometric mean wherever several inputs come from one output of `previous`."""
@@ -91,14 +87,10 @@ class InputGroup:
 
 def shared_amax(amax: dict[str, float]) -> dict[str, float]:
     """For each layer that engines fuse with siblings (`FUSED_SIBLINGS`), the largest |w| of all of them."""
-    shared: dict[str, float] = {}
-    for siblings in FUSED_SIBLINGS:
-        for name in amax:
-            parent, _, leaf = name.rpartition(".")
-            if leaf in siblings:
-                paths = [f"{parent}.{sibling}" if parent else sibling for sibling in siblings]
-                shared[name] = max(amax[path] for path in paths if path in amax)
-    return shared
+    siblings = {name: siblings_of(name) for name in amax}
+    return {
+        name: max(amax[path] for path in paths if path in amax) for name, paths in siblings.items() if len(paths) > 1
+    }
 
 
 @torch.no_grad()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from qerl_bench.algo.base import Algorithm
 from qerl_bench.checks import require
 from qerl_bench.records import Reward, Rollout
-
-if TYPE_CHECKING:
-    from qerl_bench.algo.base import Algorithm
-    from qerl_bench.task.base import Task
+from qerl_bench.task.base import Task
 
 
 class RewardSource(Protocol):

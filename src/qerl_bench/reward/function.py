@@ -13,17 +13,15 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from qerl_bench.algo.base import Algorithm
 from qerl_bench.checks import ConfigError, TrainingStopped, check_fields, optional, require, text
 from qerl_bench.options.user_options import load_file
 from qerl_bench.records import Prompt, Reward, Rollout
 from qerl_bench.reward.base import refuse_demonstrations
+from qerl_bench.task.base import Task
 from qerl_bench.task.graded import all_checked
-
-if TYPE_CHECKING:
-    from qerl_bench.algo.base import Algorithm
-    from qerl_bench.task.base import Task
 
 FORM = "def {}(completions, **columns), which returns one number for each completion"
 CUT = "It is 3.14 or"  # a completion that the token limit ended

@@ -6,16 +6,13 @@ Completions are still graded, so that `accuracy` and the parts of the reward sta
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from qerl_bench.algo.base import Algorithm
 from qerl_bench.checks import check_fields, number
 from qerl_bench.records import Reward, Rollout
 from qerl_bench.reward.base import refuse_demonstrations
 from qerl_bench.seeding import BITS, derive
-
-if TYPE_CHECKING:
-    from qerl_bench.algo.base import Algorithm
-    from qerl_bench.task.base import Task
+from qerl_bench.task.base import Task
 
 
 @dataclass(frozen=True, kw_only=True)

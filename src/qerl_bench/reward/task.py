@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from qerl_bench.algo.base import Algorithm
 from qerl_bench.records import Reward, Rollout
-
-if TYPE_CHECKING:
-    from qerl_bench.algo.base import Algorithm
-    from qerl_bench.task.base import Task
+from qerl_bench.task.base import Task
 
 
 @dataclass(frozen=True, kw_only=True)

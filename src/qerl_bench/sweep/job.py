@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from qerl_bench.process.children import Child, stop
@@ -59,7 +60,7 @@ class Job:
                 cwd=self.cwd,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                preexec_fn=ignore_time_is_up,
+                preexec_fn=partial(signal.signal, TIME_IS_UP, signal.SIG_IGN),
             )
         try:
             while (code := self._child.poll()) is None:
@@ -86,7 +87,3 @@ def saved_step(folder: Path) -> int:
     """The step of the last checkpoint; -1 without one."""
     checkpoint = last_checkpoint(folder)
     return -1 if checkpoint is None else step_of(checkpoint)
-
-
-def ignore_time_is_up() -> None:
-    signal.signal(TIME_IS_UP, signal.SIG_IGN)

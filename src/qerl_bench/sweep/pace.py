@@ -48,7 +48,7 @@ def counts(total: int, done: int, running: Sequence[float], failed: int, left_s:
 def run_left(run_dir: Path) -> float | None:
     """Seconds for the steps that a run has still to make, at the pace of its last ones; None before the second."""
     with suppress(ConfigError, OSError):
-        if pace := seconds_per_step(run_dir):
+        if pace := pace_of(tail(run_dir)):
             return max(0, total_steps(run_dir) - last_step(run_dir)) * pace
     return None
 
@@ -95,16 +95,12 @@ def last_step(run: Path) -> int:
     return latest_step(tail(run))
 
 
-def seconds_per_step(run: Path) -> float | None:
-    """Median time between the last training steps; None before the second."""
-    return pace_of(tail(run))
-
-
 def latest_step(records: list[dict[str, Any]]) -> int:
     return max((int(record["step"]) for record in records), default=0)
 
 
 def pace_of(records: list[dict[str, Any]]) -> float | None:
+    """Median time between the last training steps; None before the second."""
     times = [record["time"] for record in records if record.get("kind") == "train" and "time" in record]
     gaps = [later - earlier for earlier, later in pairwise(times) if later > earlier]
     return median(gaps) if gaps else None

@@ -39,9 +39,6 @@ class Status(NamedTuple):
         """Steps that are still to make."""
         return max(0, (self.steps or 0) - self.step)
 
-    def as_object(self) -> dict[str, Any]:
-        return {**self._asdict(), "run": str(self.run)}
-
 
 def statuses(folders: list[Path]) -> list[Status]:
     """The status of each run below `folders`, and of those that a sweep which goes on there has yet to start."""

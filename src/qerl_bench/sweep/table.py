@@ -31,11 +31,7 @@ def sweep_table(run_dirs: Sequence[Path]) -> str:
                 configs.append(flat(with_effect(run.config)))
             except ConfigError as error:
                 others.append(f"no numbers: {folder}: {str(error).partition('. ')[0]}")
-    places = f"{len(run_dirs)} runs in {_common(run_dirs)}; the curves of each are in NAME/figures"
+    common = os.path.commonpath([folder.absolute().parent for folder in run_dirs])
+    places = f"{len(run_dirs)} runs in {common}; the curves of each are in NAME/figures"
     table = [render(pd.DataFrame(rows), differences(configs))] if rows else []
     return "\n".join([*table, *others, places])
-
-
-def _common(run_dirs: Sequence[Path]) -> str:
-    """The folder that holds all runs."""
-    return os.path.commonpath([folder.absolute().parent for folder in run_dirs])

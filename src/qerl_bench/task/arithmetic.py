@@ -30,9 +30,6 @@ class Arithmetic(GeneratedTask):
         )
         check_fields(self, "task", max_start=at_most(99, count()), max_operand=at_most(99, count()))
 
-    def check(self) -> None:
-        """Needs no data."""
-
     def prompt_id(self, split: str, problem: Problem) -> str:
         return f"arithmetic/{problem.question}"
 

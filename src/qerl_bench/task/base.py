@@ -6,12 +6,50 @@ and takes an explicit seed for every draw, so the prompts of any step can be rec
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from qerl_bench.algo.base import Algorithm
 from qerl_bench.records import Demonstration, Prompt, Reward, Rollout
+from qerl_bench.seeding import derive
+from qerl_bench.task.question_form import normalize_question
 
-if TYPE_CHECKING:
-    from qerl_bench.algo.base import Algorithm
+
+class Generates:
+    """What holds for a task that generates its questions as they are needed, where it says nothing else."""
+
+    held_out_questions = 1024  # if all are asked for
+
+    def _prompts(self, split: str, seed: int, count: int) -> list[Prompt]:
+        """`count` different prompts of the split "train" or "test", a function of the seed."""
+        raise NotImplementedError
+
+    def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
+        return self._prompts("train", derive(seed, "train", step), count)
+
+    def eval_prompts(self, count: int | None) -> list[Prompt]:
+        return self._prompts("test", derive("held-out"), self.held_out_questions if count is None else count)
+
+    def check_with(self, algo: Algorithm, eval_name: str, group_size: int) -> None:
+        """Works with every algorithm, evaluation and group size."""
+
+    def check(self) -> None:
+        """Needs no data."""
+
+    def normalize(self, question: str) -> str:
+        """The question without layout and sentence punctuation."""
+        return normalize_question(question)
+
+    def stored_prompts(self) -> list[Prompt]:
+        return []
+
+    def warm_start_overrides(self) -> list[str]:
+        return []
+
+    def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
+        return [self.reward(rollout.prompt, rollout.text, finished=rollout.finished) for rollout in rollouts]
+
+    def reward(self, prompt: Prompt, completion: str, finished: bool = True) -> Reward:
+        raise NotImplementedError
 
 
 class Task(Protocol):

@@ -11,29 +11,20 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING
 
+from qerl_bench.algo.base import Algorithm
 from qerl_bench.checks import check_fields, count
-from qerl_bench.records import Demonstration, Prompt, Reward, Rollout
-from qerl_bench.seeding import derive
+from qerl_bench.records import Demonstration, Prompt, Reward
+from qerl_bench.task.base import Generates
 from qerl_bench.task.prompt_task import no_demonstrations
 from qerl_bench.task.prompts import PromptTemplate
-from qerl_bench.task.question_form import normalize_question
 from qerl_bench.task.split import distinct_problems
-
-if TYPE_CHECKING:
-    from qerl_bench.algo.base import Algorithm
 
 ENOUGH = 0.4  # a share that few completions of random tokens reach
 
 
-@dataclass(frozen=True)
-class Question:
-    question: str
-
-
 @dataclass(frozen=True, kw_only=True)
-class EvenCharacters:
+class EvenCharacters(Generates):
     """The fields of conf/task/even_characters.yaml."""
 
     name: str
@@ -48,31 +39,8 @@ class EvenCharacters:
         if not algo.on_policy:
             raise no_demonstrations(self.name)
 
-    def check(self) -> None:
-        """Needs no data."""
-
-    def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
-        return self._prompts("train", derive(seed, "train", step), count)
-
-    def normalize(self, question: str) -> str:
-        return normalize_question(question)
-
-    def stored_prompts(self) -> list[Prompt]:
-        """Empty: questions are generated as they are needed."""
-        return []
-
-    def eval_prompts(self, count: int | None) -> list[Prompt]:
-        return self._prompts("test", derive("held-out"), 1024 if count is None else count)
-
     def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
         raise no_demonstrations(self.name)
-
-    def warm_start_overrides(self) -> list[str]:
-        """Empty: an untrained model earns its share too."""
-        return []
-
-    def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
-        return [self.reward(rollout.prompt, rollout.text, finished=rollout.finished) for rollout in rollouts]
 
     def reward(self, prompt: Prompt, completion: str, finished: bool = True) -> Reward:
         """Different even characters over all characters, 0 for an empty completion; correct above ENOUGH."""
@@ -87,8 +55,8 @@ class EvenCharacters:
 
     def _prompts(self, split: str, seed: int, count: int) -> list[Prompt]:
         draw = random.Random(seed)
-        candidates = (Question(f"Write about {draw.randrange(100_000)}.") for _ in repeat(None))
-        questions = distinct_problems(
-            candidates, count, split == "test", lambda question: question.question, f"task={self.name}", "five digits"
+        questions = (f"Write about {draw.randrange(100_000)}." for _ in repeat(None))
+        prompts = (self._template.prompt(f"{self.name}/{split}/{asked}", asked, "even") for asked in questions)
+        return distinct_problems(
+            prompts, count, split == "test", lambda prompt: prompt.question, f"task={self.name}", "five digits"
         )
-        return [self._template.prompt(f"{self.name}/{split}/{q.question}", q.question, "even") for q in questions]

@@ -77,12 +77,8 @@ class GeneratedTask(PromptTask):
     def prompt_id(self, split: str, problem: Problem) -> str:
         return f"{self.name}/{split}/{problem.question}"
 
-    def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
-        return [self._prompt("train", problem) for problem in self._problems(False, derive(seed, "train", step), count)]
-
-    def eval_prompts(self, count: int | None) -> list[Prompt]:
-        problems = self._problems(True, derive("held-out"), 1024 if count is None else count)
-        return [self._prompt("test", problem) for problem in problems]
+    def _prompts(self, split: str, seed: int, count: int) -> list[Prompt]:
+        return [self._prompt(split, problem) for problem in self._problems(split == "test", seed, count)]
 
     def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
         draw = random.Random(derive(seed, "procedures", step))

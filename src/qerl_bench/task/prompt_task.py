@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from qerl_bench.checks import ConfigError, check_fields, count
-from qerl_bench.records import Prompt, Reward, Rollout
+from qerl_bench.records import Prompt, Reward
+from qerl_bench.task.base import Generates
 from qerl_bench.task.grader.grader import Grader
 from qerl_bench.task.grader.last_number import last_number_is
 from qerl_bench.task.prompts import PromptTemplate
-from qerl_bench.task.question_form import normalize_question
-
-if TYPE_CHECKING:
-    from qerl_bench.algo.base import Algorithm
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptTask:
+class PromptTask(Generates):
     """Options of every such task's YAML; task/prompts.py and task/grader/grader.py explain them."""
 
     name: str
@@ -48,24 +44,6 @@ class PromptTask:
             correct_weight=self.correct_weight,
             format_weight=self.format_weight,
         )
-
-    def check_with(self, algo: Algorithm, eval_name: str, group_size: int) -> None:
-        """Works with every algorithm, evaluation and group size."""
-
-    def normalize(self, question: str) -> str:
-        """The question without layout and sentence punctuation."""
-        return normalize_question(question)
-
-    def stored_prompts(self) -> list[Prompt]:
-        """Empty: questions are generated as they are needed."""
-        return []
-
-    def warm_start_overrides(self) -> list[str]:
-        """Empty: model=tiny learns task=arithmetic by default."""
-        return []
-
-    def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
-        return [self.reward(rollout.prompt, rollout.text, finished=rollout.finished) for rollout in rollouts]
 
     def reward(self, prompt: Prompt, completion: str, finished: bool = True) -> Reward:
         return self.grader.reward(prompt.answer, completion, finished)

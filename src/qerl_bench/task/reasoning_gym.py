@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from qerl_bench.checks import ConfigError, check_fields, flag, require, require_package
 from qerl_bench.records import Demonstration, Prompt, Reward
-from qerl_bench.seeding import derive
 from qerl_bench.task.grader.extract import extract, well_formed
 from qerl_bench.task.grader.last_number import last_words_are
 from qerl_bench.task.prompt_task import PromptTask, no_demonstrations
@@ -58,6 +57,8 @@ class ReasoningGym(PromptTask):
     options: dict[str, Any]
     partial: bool
 
+    held_out_questions = 256
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fields(self, "task", partial=flag)
@@ -72,12 +73,6 @@ class ReasoningGym(PromptTask):
     def check(self) -> None:
         """Raise ConfigError if the package is missing, or has no such generator or options."""
         self._prompts("train", 0, 1)
-
-    def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
-        return self._prompts("train", derive(seed, "train", step), count)
-
-    def eval_prompts(self, count: int | None) -> list[Prompt]:
-        return self._prompts("test", derive("held-out"), 256 if count is None else count)
 
     def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
         raise no_demonstrations("reasoning_gym")

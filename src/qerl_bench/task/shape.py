@@ -10,22 +10,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING
 
+from qerl_bench.algo.base import Algorithm
 from qerl_bench.checks import ConfigError, check_fields, count, one_of, require
 from qerl_bench.records import Demonstration, Prompt, Reward, Rollout
 from qerl_bench.seeding import derive
+from qerl_bench.task.base import Generates
 from qerl_bench.task.prompt_task import no_demonstrations
-
-if TYPE_CHECKING:
-    from qerl_bench.algo.base import Algorithm
 
 LENGTHS = ("fixed", "geometric")
 IDS = 256  # prompts use token ids below this, which every vocabulary has
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class Shape(Generates):
     """The fields of conf/task/shape.yaml. Prompts are token ids, so no tokenizer or chat template changes them."""
 
     name: str
@@ -65,9 +63,6 @@ class Shape:
             f"task.group_size={self.group_size} must equal rollout.group_size={group_size}, its default; leave it out",
         )
 
-    def check(self) -> None:
-        """Needs no data."""
-
     def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
         return [self._prompt(seed, step, number) for number in range(count)]
 
@@ -75,19 +70,11 @@ class Shape:
         """The question itself, which is empty: prompts are token ids."""
         return question
 
-    def stored_prompts(self) -> list[Prompt]:
-        """Empty: prompts are generated as they are needed."""
-        return []
-
     def eval_prompts(self, count: int | None) -> list[Prompt]:
         raise ConfigError("task=shape has no held-out questions: nothing can be learned from it. Use eval=none")
 
     def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
         raise no_demonstrations("shape")
-
-    def warm_start_overrides(self) -> list[str]:
-        """Empty: there is nothing to teach model=tiny."""
-        return []
 
     def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
         """The random rewards, 0 or 1, which the prompt's `answer` holds as one digit for each sample."""

@@ -10,17 +10,13 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING
 
 from qerl_bench.checks import check_fields, count
-from qerl_bench.records import RENDERED, Demonstration, Prompt, Reward, Rollout
+from qerl_bench.records import RENDERED, Demonstration, Prompt
 from qerl_bench.seeding import derive
+from qerl_bench.task.base import Generates
 from qerl_bench.task.split import distinct_problems, is_held_out
 
-if TYPE_CHECKING:
-    from qerl_bench.algo.base import Algorithm
-
-DEFAULT_EVAL_PROMPTS = 1024
 OPERATORS = "+-*"
 
 
@@ -34,7 +30,7 @@ class SymbolicProblem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SymbolicTask:
+class SymbolicTask(Generates):
     """A task whose problems and solutions are rows of words. A right answer earns 1, everything else 0."""
 
     name: str
@@ -55,19 +51,10 @@ class SymbolicTask:
         """The options that limit how many different problems there are, for error messages."""
         raise NotImplementedError
 
-    def check_with(self, algo: Algorithm, eval_name: str, group_size: int) -> None:
-        """Works with every algorithm, evaluation and group size."""
-
     def check(self) -> None:
         """Raise ConfigError if the options leave no held-out or no training problem."""
         self.eval_prompts(1)
         self.train_prompts(1, 1, 0)
-
-    def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
-        return self._prompts("train", derive(seed, "train", step), count)
-
-    def eval_prompts(self, count: int | None) -> list[Prompt]:
-        return self._prompts("test", derive("held-out"), DEFAULT_EVAL_PROMPTS if count is None else count)
 
     def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
         """Demonstrations of training problems; a problem may occur more than once."""
@@ -86,16 +73,6 @@ class SymbolicTask:
 
     def normalize(self, question: str) -> str:
         return " ".join(question.split())
-
-    def stored_prompts(self) -> list[Prompt]:
-        """Empty: questions are generated as they are needed."""
-        return []
-
-    def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
-        return [self.reward(rollout.prompt, rollout.text, finished=rollout.finished) for rollout in rollouts]
-
-    def reward(self, prompt: Prompt, completion: str, finished: bool = True) -> Reward:
-        raise NotImplementedError
 
     def _prompts(self, split: str, seed: int, count: int) -> list[Prompt]:
         draw = random.Random(seed)

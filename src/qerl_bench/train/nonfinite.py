@@ -9,20 +9,18 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from qerl_bench.checks import TrainingStopped
 from qerl_bench.model.block import without_fused_blocks
+from qerl_bench.model.policy import Policy
 from qerl_bench.records import Rollout
 from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.train.batch import make_batch
-
-if TYPE_CHECKING:
-    from qerl_bench.model.policy import Policy
 
 
 class NonFiniteError(Exception):

@@ -15,14 +15,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.rundir.durable import write_atomically
-
-if TYPE_CHECKING:
-    from qerl_bench.task.dataset import DatasetTask
-    from qerl_bench.task.sources import QuestionRow
+from qerl_bench.task.dataset import DatasetTask
+from qerl_bench.task.sources import QuestionRow
 
 FEWSHOT_SEED = 1234  # lm-eval's default
 

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -127,13 +128,10 @@ def _convert(path: Path, dither: Dither | None, dtype: str, folder: Path) -> Non
         tied = serving is not None
         _write(folder / "config.json", config | {"tie_word_embeddings": tied, "dtype": dtype})
         _write_weights(header, dither, dtype, sources, config, folder, pool)
-    kinds: dict[str, int] = {}
-    for tensor in header.tensors.values():
-        kinds[tensor.kind] = kinds.get(tensor.kind, 0) + 1
     record = {
         "file": path.name,
         "digest": f"sha256:{file_digest(path)[:DIGITS]}",
-        "tensors": kinds,
+        "tensors": Counter(tensor.kind for tensor in header.tensors.values()),
         "rounded": was_rounded(header),
         "bits_per_weight": round(bits_per_weight(header), 3),
         "stored_bits": 32 if dtype == "float32" else 16,

@@ -40,7 +40,6 @@ from qerl_bench.studies.runs.own_contrasts import factor_of, own_contrasts
 from qerl_bench.studies.runs.settings import group_by_setting
 from qerl_bench.studies.tables.templates import templates
 
-ASKED = "init=FOLDER"
 MOST_SEEDS = 64
 PROBE_SHARE = 0.1  # of the minutes, at most but for the least number of questions
 SAMPLES = 16  # answers to each question of the probe

@@ -191,10 +191,7 @@ class Design:
         return self.probe_file(base).with_suffix("") / f"{quant}.parquet"
 
 
-@cache
-def _composer() -> Composer:
-    """One for all designs of this process, because Hydra takes a fifth of a second for the options of an arm."""
-    return Composer()
+_composer = cache(Composer)  # one for all designs: Hydra takes a fifth of a second for the options of an arm
 
 
 @lru_cache(maxsize=4096)

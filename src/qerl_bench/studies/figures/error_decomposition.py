@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from qerl_bench.checks import ConfigError
+from qerl_bench.studies.figures.effects import label_rows
 from qerl_bench.studies.figures.style import FULL_WIDTH, caption, color, format_order, panels, paper_style, small
 
 TOLERANCE = 1e-3  # relative difference that rounding on another device may make
@@ -62,12 +63,9 @@ def draw(table: pd.DataFrame) -> Figure:
                         f"{mean:.1f}", (1, height), (3, 0), xycoords=("axes fraction", "data"), va="center",
                         textcoords="offset points", fontsize=small(), color="#555555",
                     )  # fmt: skip
-                ax.set_yticks(range(len(quantizers)), quantizers)
-                ax.set_ylim(len(quantizers) - 0.4, -0.6)
+                label_rows(ax, quantizers)
                 ax.set_xlim(0, 1.05 * most or 1)
                 ax.xaxis.set_major_locator(MaxNLocator(nbins=4))
-                ax.tick_params(axis="y", length=0)
-                ax.grid(axis="y", visible=False)
                 ax.set_xlabel(label)
                 ax.set_title(quant.upper() if row == 0 else "", color=color(quant))
         caption(figure, *_notes(table), f"Not measured: {', '.join(unknown)}." if unknown else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from io import BytesIO
 
 import matplotlib
@@ -13,10 +13,11 @@ from matplotlib.figure import Figure
 from qerl_bench.studies.claims.claim import ClaimResult, ContrastResult
 from qerl_bench.studies.claims.estimate import Effect
 from qerl_bench.studies.figures.compact import compact
-from qerl_bench.studies.figures.style import FULL_WIDTH, caption, panels, paper_style, small
+from qerl_bench.studies.figures.effects import label_rows
+from qerl_bench.studies.figures.style import FULL_WIDTH, GRAY, caption, panels, paper_style, small
 
 REACH = 5.0  # margins; marks beyond are arrows at the edge
-BAND, ZERO, BLACK, ROBUST, PAPER = "#E4E4E4", "#777777", "#000000", "#0072B2", "#D55E00"
+BAND, BLACK, PAPER = "#E4E4E4", "#000000", "#D55E00"
 AS_CLAIMED, AGAINST, SMALL = "#00694d", "#a34700", "#0b5394"  # and without a claim: above zero, below it
 VERDICTS = {
     "supported": AS_CLAIMED,
@@ -42,19 +43,20 @@ def all_claims(results: Sequence[ClaimResult], scope: str) -> Figure:
     with paper_style():
         figure, axes = panels(1, 1, 0.7 + ROW * len(lines), width=FULL_WIDTH)
         ax = axes[0, 0]
-        _ground(ax, 1.0)
+        ax.axvspan(-1, 1, color=BAND, linewidth=0, zorder=0)
+        ax.axvline(0, color=GRAY, linewidth=0.7, zorder=1)
         for y, (_, claim_result, result, first) in enumerate(lines):
             claim = claim_result.claim
-            scaled = _scaled((-1 if claim.expected == "less" else 1) / claim.measure.margin)
+            margins = (-1 if claim.expected == "less" else 1) / claim.measure.margin
             effect = result.primary.effect if result.primary else None
             if effect:
-                _mark(ax, y, effect, scaled, OPEN if result.status else BLACK, "D", REACH)
+                _mark(ax, y, effect, margins, OPEN if result.status else BLACK)
             for number in claim.reported_effects if first else ():
-                _point(ax, y, scaled(number), "D", PAPER, REACH, hollow=True)
+                _point(ax, y, number * margins, PAPER, hollow=True)
             if word := claim_result.verdict if first else result.status or "":
                 shade = VERDICTS.get(word.split(" ")[0], OPEN)
                 ax.text(REACH * 1.06, y, word, color=shade, va="center", fontsize=small())
-        _rows(ax, [label for label, *_ in lines])
+        label_rows(ax, [label for label, *_ in lines])
         ax.set_xlim(-REACH, REACH)
         ax.set_xlabel("effect in margins, to the right as claimed")
         ax.set_title(scope, loc="left")
@@ -108,40 +110,23 @@ def _either(numbers: Collection[float]) -> str:
     return " or ".join(f"{number:g}" for number in sorted(numbers))
 
 
-def _scaled(factor: float) -> Callable[[float], float]:
-    return lambda value: value * factor
-
-
-def _ground(ax: Axes, margin: float) -> None:
-    ax.axvspan(-margin, margin, color=BAND, linewidth=0, zorder=0)
-    ax.axvline(0, color=ZERO, linewidth=0.7, zorder=1)
-
-
-def _mark(
-    ax: Axes, y: float, effect: Effect, show: Callable[[float], float], shade: str, kind: str, reach: float
-) -> None:
+def _mark(ax: Axes, y: float, effect: Effect, margins: float, shade: str) -> None:
+    """An effect, whose numbers are multiplied by `margins`."""
     whole = effect.whole
     if whole.n > 1:
-        ends = sorted((show(whole.low), show(whole.high)))
-        ax.plot([max(ends[0], -reach), min(ends[1], reach)], [y, y], color=shade, linewidth=1.4 if kind == "D" else 0.9)
+        ends = sorted((whole.low * margins, whole.high * margins))
+        ax.plot([max(ends[0], -REACH), min(ends[1], REACH)], [y, y], color=shade, linewidth=1.4)
         for end in ends:
-            if abs(end) > reach:
-                _point(ax, y, end, kind, shade, reach, hollow=False)
-    inside = [x for base in (effect.bases.by_base if effect.bases else ()) if abs(x := show(base.value)) <= reach]
+            if abs(end) > REACH:
+                _point(ax, y, end, shade, hollow=False)
+    inside = [x for base in (effect.bases.by_base if effect.bases else ()) if abs(x := base.value * margins) <= REACH]
     ax.plot(inside, [y + 0.28] * len(inside), "o", color=shade, alpha=0.45, markersize=2)
-    _point(ax, y, show(whole.value), kind, shade, reach, hollow=whole.n == 1)
+    _point(ax, y, whole.value * margins, shade, hollow=whole.n == 1)
 
 
-def _point(ax: Axes, y: float, x: float, kind: str, shade: str, reach: float, hollow: bool) -> None:
+def _point(ax: Axes, y: float, x: float, shade: str, hollow: bool) -> None:
     """A mark at x, or an arrow at the edge if x is beyond it."""
-    marker = kind if abs(x) <= reach else (">" if x > 0 else "<")
+    marker = "D" if abs(x) <= REACH else (">" if x > 0 else "<")
     face = "none" if hollow else shade
-    inside = max(-reach, min(reach, x))
+    inside = max(-REACH, min(REACH, x))
     ax.plot(inside, y, marker, color=shade, markerfacecolor=face, markersize=4.5, clip_on=False, zorder=3)
-
-
-def _rows(ax: Axes, labels: Sequence[str]) -> None:
-    ax.set_yticks(range(len(labels)), labels)
-    ax.set_ylim(len(labels) - 0.4, -0.6)
-    ax.tick_params(axis="y", length=0)
-    ax.grid(False, axis="y")

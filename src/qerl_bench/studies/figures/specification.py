@@ -12,8 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qerl_bench.studies.claims.specification import Specification
-from qerl_bench.studies.figures.forest import BAND, ROW, ZERO
-from qerl_bench.studies.figures.style import FULL_WIDTH, caption, panels, paper_style, small
+from qerl_bench.studies.figures.effects import label_rows
+from qerl_bench.studies.figures.forest import BAND, ROW
+from qerl_bench.studies.figures.style import FULL_WIDTH, GRAY, caption, panels, paper_style, small
 
 COLUMNS = 3
 WIDE = 29  # letters of a line of a title
@@ -132,7 +133,7 @@ def _draw(ax: Axes, panel: Panel, labels: Sequence[str], scaled: Sequence[Panel]
     first = panel.specifications[0].measure
     show, margin = first.on_axis, first.margin
     ax.axvspan(show(-margin), show(margin), color=BAND, linewidth=0, zorder=0)
-    ax.axvline(0, color=ZERO, linewidth=0.7, zorder=1)
+    ax.axvline(0, color=GRAY, linewidth=0.7, zorder=1)
     for one in panel.specifications:
         y, shade = labels.index(one.label), SHADES[one.way.split(",")[0]]
         if not math.isnan(one.estimate.stderr):
@@ -142,13 +143,10 @@ def _draw(ax: Axes, panel: Panel, labels: Sequence[str], scaled: Sequence[Panel]
             markerfacecolor="white" if one.pooled else shade,
         )  # fmt: skip
         ax.text(1.02, y, str(one.estimate.n), transform=ax.get_yaxis_transform(), va="center", fontsize=small())
-    ax.set_yticks(range(len(labels)), labels if named else [""] * len(labels))
-    ax.set_ylim(len(labels) - 0.4, -0.6)
+    label_rows(ax, labels if named else [""] * len(labels))
     ends = [end for one in scaled for end in one.ends]
     beside = 0.05 * (max(ends) - min(ends))
     ax.set_xlim(min(ends) - beside, max(ends) + beside)
-    ax.tick_params(axis="y", length=0)
-    ax.grid(False, axis="y")
     for place, (line, weight) in enumerate(reversed(panel.title)):
         ax.annotate(
             line, (0, 1), (0, 3 + 1.2 * small() * place), xycoords="axes fraction", textcoords="offset points",

@@ -24,7 +24,6 @@ from qerl_bench.studies.report.doses import DOSES, doses_of
 from qerl_bench.studies.report.own_runs import own_content
 from qerl_bench.studies.report.page import colors, page
 from qerl_bench.studies.runs.load import Run
-from qerl_bench.studies.runs.measure import Measure
 from qerl_bench.studies.runs.settings import by_scope
 from qerl_bench.studies.tables import terminal
 
@@ -124,15 +123,11 @@ def _claim(number: int, claim: Any) -> dict[str, Any]:
     return {
         "number": number,
         "title": claim.title,
-        "unit": _unit(claim.measure),
+        "unit": "%" if claim.measure.ratio else claim.measure.unit,
         "margin": claim.measure.on_axis(claim.measure.margin),
         "paper": [sign * effect / claim.measure.margin for effect in claim.reported_effects],
         "paper_on_axis": [claim.measure.on_axis(effect) for effect in claim.reported_effects],
     }
-
-
-def _unit(measure: Measure) -> str:
-    return "%" if measure.ratio else measure.unit
 
 
 def _effects(results: Results, place: Mapping[Path, int]) -> Iterator[dict[str, Any]]:

@@ -6,6 +6,7 @@ A folder of many runs answers many questions, and a figure of all of them would 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -166,19 +167,19 @@ def require_complete(missing: Sequence[str]) -> None:
 
 def unit_count(runs: Sequence[Run]) -> int:
     """Over how many units runs of one setting are averaged: bases if there are several, else seeds."""
-    seeds_of: dict[str, set[int]] = {}
-    for run in runs:
-        seeds_of.setdefault(run.cell[0], set()).add(run.cell[1])
-    bases, seeds = len(seeds_of), max(map(len, seeds_of.values()))
+    bases, seeds = _repeats(runs)
     return bases if bases > 1 else seeds
+
+
+def _repeats(runs: Sequence[Run]) -> tuple[int, int]:
+    """The number of bases, and of seeds of the base that has most."""
+    seeds = Counter(base for base, _ in {run.cell for run in runs})
+    return len(seeds), max(seeds.values())
 
 
 def describe_repeats(runs: Sequence[Run]) -> str:
     """How often a setting was repeated, of which model, on what task: the units of an interval over these runs."""
-    seeds_of: dict[str, set[int]] = {}
-    for run in runs:
-        seeds_of.setdefault(run.cell[0], set()).add(run.cell[1])
-    bases, seeds = len(seeds_of), max(map(len, seeds_of.values()))
+    bases, seeds = _repeats(runs)
     models, tasks = (", ".join(sorted({run.option(key) for run in runs})) for key in ("model.name", "task.name"))
     if bases > 1:
         each = f"the mean of {seeds} seeds" if seeds > 1 else "one seed"
