@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from hydra_plugins.process_launcher.launcher import ProcessLauncher
+from hydra_plugins.slurm_launcher.launcher import SlurmLauncher
 from qerl_bench.__main__ import main
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose
 from qerl_bench.process.arguments import whole
+from qerl_bench.sweep.check import check_points
 
 FILE = "notes.md"  # a file of another kind, with what YAML does not read
 WRONG = {  # line -> what is said
@@ -31,6 +35,7 @@ WRONG = {  # line -> what is said
     "compare a b mixed_cod=true": "Did you mean mixed_code=true?",
     "export": "model= and out= must be given; usage",
     "export model=./none quant=nvfp4 out=new": "model.id=./none: there is no such folder",
+    "export model=tiny quant=bf16 out=new": "quant=bf16 packs nothing.*quant=nvfp4",
     f"export model=tiny quant=nvfp4 out={FILE}": f"out={FILE} exists and is not an empty folder",
 }
 PROGRAM = """
@@ -63,6 +68,48 @@ def test_a_wrong_line_is_answered_with_the_way_on(line: str, place: Path, capsys
 
 EMPTY = "run -m experiment=smoke seed=range(0)"  # a sweep without a point
 WITHOUT_TORCH = WRONG | {EMPTY: "no point.*seed=0,1,2"}
+
+
+NEW = "model=tiny quant=nvfp4 out=new"
+DESIGN = """
+common: [model=tiny_untrained, task=even_characters, device=cuda]
+bases: 1
+seeds: 1
+arms: {a: {tier: 1, words: []}}
+probe: {questions: 4, samples: 2}
+dose: {rise: 0.1, prompts: 2, draws: 1}
+"""
+NO_CARD = {  # lines that would need one -> what is said
+    "run -m experiment=smoke seed=0,1 device=cuda": "seed=0 device=cuda: device=cuda.*no GPU.*use device=cpu",
+    "run -m experiment=smoke seed=0,1 device=cuda:7": "auto, cpu, cuda, got 'cuda:7'.*use device=cpu",
+    f"export {NEW} device=cuda": "device=cuda.*no GPU.*use device=cpu",
+    f"export {NEW} device=cuda:7": "auto, cpu, cuda, got 'cuda:7'.*use device=cpu",
+    "study design.yaml with_changes=true": "device=cuda.*no GPU.*use device=cpu",
+}
+
+
+@pytest.mark.parametrize("line", NO_CARD)
+def test_nothing_is_loaded_for_a_card_that_is_not_there(line: str, place: Path) -> None:
+    if "design" in line:
+        (place / "design.yaml").write_text(DESIGN)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *line.split()],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 2 and done.stdout.strip() == "False", done.stderr
+    assert re.search(NO_CARD[line], whole(done.stderr))
+    assert not {"runs", "new", "probes"} & {path.name for path in place.iterdir()}
+
+
+def test_the_cards_of_another_machine_are_asked_for_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = ["model=tiny_untrained", "task=even_characters", "device=cuda"]
+    assert len(check_points([words], here=False)) == 1
+    assert ProcessLauncher.here and not SlurmLauncher.here
+    with pytest.raises(ConfigError, match="device=cuda"):
+        check_points([words])
 
 
 @pytest.mark.parametrize(
