@@ -68,6 +68,27 @@ def test_a_wrong_line_is_answered_with_the_way_on(line: str, place: Path, capsys
 
 EMPTY = "run -m experiment=smoke seed=range(0)"  # a sweep without a point
 WITHOUT_TORCH = WRONG | {EMPTY: "no point.*seed=0,1,2"}
+GYM, SLURM, TWO = "run task=reasoning_gym", "run hydra/launcher=slurm", "-m seed=0,1"
+KEYS = {  # of options that a line does not have -> what is said
+    f"{GYM} task.options.n_people=5": r"task.options.n_people is not set.* \+task.options.n_people=VALUE",
+    f"{GYM} task.options={{n_people:5}}": r"task.options.* \+task.options.KEYWORD=VALUE",
+    f"{GYM} task.options.n_people=5 {TWO}": r" \+task.options.n_people=VALUE",
+    "run task=gsm8k task.options.n_people=5": "has no option task.options.n_people",
+    "run model=tiny model.template.a=1": "has no option model.template.a",
+    "run model=llama-3.1-8b model.template.a=1": r" \+model.template.a=VALUE",
+    f"{SLURM} hydra.launcher.additional.reservation=x {TWO}": r" \+hydra.launcher.additional.reservation=VALUE",
+    f"run optm.lr=1 {TWO}": "Did you mean optim.lr?",
+    f"run quant=nvfp5 {TWO}": "Did you mean quant=nvfp4?",
+    f"run hydra/launcher=procss {TWO}": "hydra/launcher/procss.*process.*slurm",
+}
+
+
+@pytest.mark.parametrize("line", KEYS)
+def test_what_a_key_would_be_is_said_for_a_run_and_a_sweep(line: str, place: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *line.split()], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout.strip() == "False", done.stderr
+    assert re.search(KEYS[line], whole(done.stderr))
+    assert [*place.iterdir()] == [place / FILE]
 
 
 NEW = "model=tiny quant=nvfp4 out=new"
