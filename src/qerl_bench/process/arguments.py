@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from qerl_bench.checks import require
@@ -72,10 +73,22 @@ class KeyValueParser(argparse.ArgumentParser):
 
 def output_folder(text: str) -> Path:
     """The type of an argument that names a folder to write to, there or not. argparse ends with its error if it is a
-    file."""
+    file, or nothing can be written there."""
     if (path := Path(text)).is_file():
         raise argparse.ArgumentTypeError(f"{text} is a file; give a folder")
+    if reason := unwritable(path):
+        raise argparse.ArgumentTypeError(f"cannot write to {text}: {reason}; give another folder")
     return path
+
+
+def unwritable(path: Path) -> str | None:
+    """Why nothing can be written to the folder `path`, or where it would have to be made; None if something can."""
+    place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    try:
+        TemporaryFile(dir=place).close()  # for root, os.access allows places where nothing can be made
+    except OSError as error:
+        return f"{place} is not a writable folder ({error.strerror})"
+    return None
 
 
 def wrapped(text: str) -> str:

@@ -30,7 +30,7 @@ from qerl_bench.options.composer import Composer
 from qerl_bench.options.files import options_of
 from qerl_bench.options.place_words import words_of
 from qerl_bench.options.user_options import folders, split_search_path
-from qerl_bench.process.arguments import KeyValueParser
+from qerl_bench.process.arguments import KeyValueParser, output_folder
 from qerl_bench.statistics import POWER, Estimate
 from qerl_bench.studies.claims.evaluate import DIRECTION
 from qerl_bench.studies.design.design import read_design
@@ -146,7 +146,9 @@ class Budget:
 
 def parser() -> KeyValueParser:
     found = KeyValueParser(__doc__)
-    found.add_argument("--init", type=Path, required=True, help="folder to write study.yaml and protocol.md to")
+    found.add_argument(
+        "--init", type=output_folder, required=True, help="folder to write study.yaml and protocol.md to"
+    )
     found.add_argument("--model", nargs="+", required=True, help="an option, hub id, folder or GGUF file; or several")
     found.add_argument("--contrast", required=True, help="KEY=FIRST,OTHER: what the arms differ in")
     found.add_argument(
