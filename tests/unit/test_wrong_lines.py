@@ -18,7 +18,9 @@ from qerl_bench.config import compose
 from qerl_bench.process.arguments import whole
 from qerl_bench.sweep.check import check_points
 
+RUNS = Path(__file__).parents[1] / "assets" / "runs"
 FILE = "notes.md"  # a file of another kind, with what YAML does not read
+DRAFT = "study contrast=aqn=none,exp minutes=9"
 WRONG = {  # line -> what is said
     "model=tiny steps=3": "Did you mean run model=tiny steps=3?",
     "probe": "model=ORG/NAME",
@@ -32,7 +34,29 @@ WRONG = {  # line -> what is said
     f"study {FILE}": f"{FILE} is no study.*line 2.*study init=FOLDER",
     f"gates {FILE}": f"{FILE} is no study.*line 2.*study init=FOLDER",
     "collect runs=none": "no option runs: none stands alone",
+    f"collect . out={FILE}/x": f"cannot write to {FILE}/x: .*{FILE} is not a writable folder.*give another folder",
+    "collect . out=": "--out: empty; give a folder",
+    "collect . out=a out=b": "out=a and out=b set one option: give it once",
     "compare a b mixed_cod=true": "Did you mean mixed_code=true?",
+    "compare a b mixed_code=maybe": "mixed_code must be true or false, got 'maybe'",
+    "compare none none": "no run matches none: give a run",
+    "verdicts none": "none is not a folder: pass a study",
+    f"verdicts {FILE}": f"{FILE} is not a folder: pass a study",
+    "verdicts . out=new": "no study in .: a study is made by qerl-bench collect",
+    f"verdicts . out={FILE}/x": f"cannot write to {FILE}/x.*give another folder",
+    f"publish . out={FILE}/x": f"cannot write to {FILE}/x.*give another folder",
+    f"{DRAFT} model=tiny init={FILE}": f"{FILE} is a file; give a folder",
+    f"{DRAFT} model=tiny init=": "--init: empty; give a folder",
+    f"{DRAFT} model=tiny init=new/": "run_minutes=6, or runs=FOLDER",
+    f"{DRAFT} model=tiny init=new run_minute=1": "no option run_minute. Did you mean run_minutes=1?",
+    f"{DRAFT} model=tiny --init new run_minutes=ten": "invalid float value: 'ten'",
+    f"{DRAFT} model=./none.gguf init=new run_minutes=1": "none.gguf: there is no such file.*Give",
+    f"{DRAFT} model=tiny init=new contrast=quant=bf16,nvfp4": "set one option: give it once",
+    "study init=new model=tiny minutes=9 run_minutes=1 contrast=aqn=none,none": "KEY=FIRST,OTHER, each once",
+    "probe model=tiny task=arithmetic question=3": "no option question. Did you mean questions=3?",
+    f"probe model=tiny task=arithmetic out={FILE}/x": f"cannot write to {FILE}/x.*give another folder",
+    f"export {FILE} out=new": f"{FILE} is not a run: it has no config.yaml",
+    f"export model=tiny quant=nvfp4 out={FILE}/x": f"cannot write to out={FILE}/x: .*choose another folder",
     "export": "model= and out= must be given; usage",
     "export model=./none quant=nvfp4 out=new": "model.id=./none: there is no such folder",
     "export model=tiny quant=bf16 out=new": "quant=bf16 packs nothing.*quant=nvfp4",
@@ -64,6 +88,19 @@ def test_a_wrong_line_is_answered_with_the_way_on(line: str, place: Path, capsys
     assert code == 2
     assert re.search(WRONG[line], whole(capsys.readouterr().err))
     assert [*place.iterdir()] == [place / FILE]
+
+
+def test_metrics_that_no_run_has_and_runs_that_no_claim_is_about_write_nothing(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, message in (
+        (["collect", str(RUNS), "out=new", "metrics=rewrd,study"], "no run has rewrd: metrics= takes names"),
+        (["verdicts", "packed", "out=new"], "^error: packed has no verdict: .*qerl-bench claims"),
+    ):
+        main(["collect", str(RUNS), "out=packed", "metrics=reward/mean"])
+        with pytest.raises(SystemExit, match="^2$"):
+            main(words)
+        assert re.search(message, whole(capsys.readouterr().err)) and not (place / "new").exists()
 
 
 EMPTY = "run -m experiment=smoke seed=range(0)"  # a sweep without a point

@@ -26,6 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from qerl_bench.checks import ConfigError, check_fields, count, number, require
+from qerl_bench.config import build, compose
 from qerl_bench.options.composer import Composer
 from qerl_bench.options.files import options_of
 from qerl_bench.options.place_words import words_of
@@ -165,17 +166,20 @@ def parser() -> KeyValueParser:
 def draft(arguments: Sequence[str]) -> None:
     """Write the two files. Raises ConfigError for what cannot be a study, before anything is written."""
     search_path, given = split_search_path(arguments)
-    own = {action.dest.replace("_", "-") for action in parser()._actions} | {"run_minutes"}
-    words = [word for word in given if "=" in word and word.partition("=")[0] not in own]
-    options = parser().parse_args([word for word in given if word not in words])
+    reader = parser()
+    own = [word for word in given if not word.startswith("-") and reader.is_own(word)]
+    words = [word for word in given if "=" in word and not word.startswith("-") and word not in own]
+    options = reader.parse_args([*own, *(word for word in given if word not in own and word not in words)])
     key, equals, values = options.contrast.partition("=")
     levels = values.split(",")
     require(
-        bool(equals) and len(levels) > 1 and all(levels),
-        f"contrast={options.contrast} must be KEY=FIRST,OTHER, such as aqn=none,exp or optim.lr=1e-5,3e-5",
+        bool(equals) and len(levels) > 1 and all(levels) and len({*levels}) == len(levels),
+        f"contrast={options.contrast} must be KEY=FIRST,OTHER, each once, such as aqn=none,exp or optim.lr=1e-5,3e-5",
     )
     known = options_of(folders(), "model")
     first = words_of(options.model[0], known)
+    for model in options.model:
+        build(compose([*words_of(model, known), *words, *search_path])).model.check_files()
     trees = [Composer().tree([*first, *words, f"{key}={level}", *search_path]) for level in levels]
     budget, measured = budget_of(options, key, trees)
     content = {

@@ -45,6 +45,8 @@ def studies_in(folders: Iterable[Path]) -> dict[str, Path]:
     Other runs below a `data` are pilots and decide nothing. Raises ConfigError without any, or if two have one name.
     """
     found: dict[Path, str] = {}
+    for folder in folders:
+        require(folder.is_dir(), f"{folder} is not a folder: pass a study, or a folder that holds some")
     for folder in map(Path.resolve, folders):
         for file in sorted(folder.rglob(f"{SETTINGS}*")):
             packed = file.parent
