@@ -98,7 +98,7 @@ def test_metrics_that_no_run_has_and_runs_that_no_claim_is_about_write_nothing(
         (["verdicts", "packed", "out=new"], "^error: packed has no verdict: .*qerl-bench claims"),
     ):
         main(["collect", str(RUNS), "out=packed", "metrics=reward/mean"])
-        with pytest.raises(SystemExit, match="^2$"):
+        with pytest.raises(SystemExit, match=r"^2$"):
             main(words)
         assert re.search(message, whole(capsys.readouterr().err)) and not (place / "new").exists()
 

@@ -29,9 +29,8 @@ def unknown_key(key: str, known: Collection[str], choices: Mapping[str, str], fo
     if sentence := renamed(key):
         return sentence
     if place := _dictionary(key, choices, folders):
-        inside = f"what {key} has" if key == place else key
         word = f"{place}.KEYWORD" if key == place else key
-        return f"{inside} is not set yet, so add it with a plus: +{word}=VALUE"
+        return f"{word} is not set yet, so add it with a plus: +{word}=VALUE"
     known = [one for one in known if one.rpartition(".")[2] not in ("name", *SET_BY_FILE)]
     last = key.rpartition(".")[2]
     of_others = key not in keys_of_axis(key.partition(".")[0], folders)
@@ -66,7 +65,7 @@ def _dictionary(key: str, choices: Mapping[str, str], folders: Sequence[Path]) -
         return "hydra.launcher.additional"
     axis = key.partition(".")[0]
     fields = option_fields(folders, axis, choices[axis]) if choices.get(axis) in options_of(folders, axis) else {}
-    free = {f"{axis}.{name}" for name, one in fields.items() if one.default[0] == "{"} | {"model.template"}
+    free = {f"{axis}.{name}" for name, one in fields.items() if one.default.startswith("{")} | {"model.template"}
     return next((one for one in free if f"{key}.".startswith(f"{one}.") and one.partition(".")[2] in fields), "")
 
 
