@@ -14,8 +14,12 @@ from hydra_plugins.process_launcher.launcher import ProcessLauncher
 from hydra_plugins.slurm_launcher.launcher import SlurmLauncher
 from qerl_bench.__main__ import main
 from qerl_bench.checks import ConfigError
+from qerl_bench.commands.probe import parser as probe_options
 from qerl_bench.config import compose
-from qerl_bench.process.arguments import whole
+from qerl_bench.options.files import plain_keys
+from qerl_bench.process.arguments import KeyValueParser, whole
+from qerl_bench.process.installation import CONF_DIR
+from qerl_bench.studies.conduct.draft import parser as draft_options
 from qerl_bench.sweep.check import check_points
 
 RUNS = Path(__file__).parents[1] / "assets" / "runs"
@@ -126,6 +130,13 @@ def test_what_a_key_would_be_is_said_for_a_run_and_a_sweep(line: str, place: Pat
     assert done.returncode == 2 and done.stdout.strip() == "False", done.stderr
     assert re.search(KEYS[line], whole(done.stderr))
     assert [*place.iterdir()] == [place / FILE]
+
+
+@pytest.mark.parametrize(("parser", "shared"), [(probe_options(), set()), (draft_options(), {"model"})])
+def test_no_option_of_a_run_is_near_one_of_a_command_that_takes_both(parser: KeyValueParser, shared: set[str]) -> None:
+    keys = {*plain_keys(), *(folder.name for folder in CONF_DIR.iterdir() if folder.is_dir())}
+    assert {key for key in keys if parser.is_own(f"{key}=1")} == shared
+    assert not parser.is_own("task.answer_format=boxed")
 
 
 NEW = "model=tiny quant=nvfp4 out=new"

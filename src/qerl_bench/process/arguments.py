@@ -65,9 +65,12 @@ class KeyValueParser(argparse.ArgumentParser):
         return [option, *(_parts(value) if action.nargs == "+" else [value])]
 
     def is_own(self, word: str) -> bool:
-        """Whether key=value has the key of an option, or one so near that this parser shall say how it is written."""
+        """Whether key=value has the key of an option, or one so near that this parser shall say how it is written.
+
+        A key with dots is none of a command.
+        """
         key, equals, _ = word.partition("=")
-        return bool(equals and difflib.get_close_matches(key, self._keys(), cutoff=NEAR))
+        return bool(equals and key.isidentifier() and difflib.get_close_matches(key, self._keys(), cutoff=NEAR))
 
     def _keys(self) -> set[str]:
         return {flag.lstrip("-").replace("-", "_") for flag in self._option_string_actions}
