@@ -38,7 +38,7 @@ from qerl_bench.rundir.durable import atomically
 from qerl_bench.studies.conduct import archive
 from qerl_bench.studies.design.looks import at_last_look
 from qerl_bench.studies.design.sessions import PROBES, Sessions, read_study
-from qerl_bench.studies.report.sessions import figures, texts
+from qerl_bench.studies.report.sessions import contents
 from qerl_bench.studies.runs.collect import TableWriter
 from qerl_bench.studies.runs.committed import ANSWERS, SETTINGS, TIDY, schema_of
 from qerl_bench.studies.runs.load import Run
@@ -142,8 +142,9 @@ def read_by_pages(study: Sessions) -> set[Series]:
     }
     for run in runs.values():
         vars(run)["asked"] = asked
-    texts(replace(study, runs=runs))
-    figures(replace(study, runs=runs))
+    for made in contents(replace(study, runs=runs)).values():
+        if not isinstance(made, str):
+            made()
     return asked
 
 

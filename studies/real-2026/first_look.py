@@ -57,8 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
         out.mkdir(parents=True, exist_ok=True)
         for name, page in pages_of(folder).items():
             write_atomically(out / name, page)
-        for name, figure in figures(read_probes(folder)).items() if folder.name in DRAWN else ():
-            save(figure, out / name)
+        for name, draw in figures(read_probes(folder)).items() if folder.name in DRAWN else ():
+            save(draw(), out / name)
         print(out)
     save(sizes({size: read_probes(HERE / "data" / folder) for size, folder in SIZES.items()}), HERE / "results/sizes")
 

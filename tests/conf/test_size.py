@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from qerl_bench.studies.report.sessions import pictures_on
+
 ROOT = Path(__file__).resolve().parents[2]
-IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def test_a_checkout_stays_small() -> None:
@@ -22,5 +22,4 @@ def test_a_checkout_stays_small() -> None:
 
 def test_every_figure_of_a_study_is_shown_on_a_page() -> None:
     pages = [ROOT / "README.md", *(page for folder in ("docs", "studies") for page in (ROOT / folder).rglob("*.md"))]
-    shown = {(page.parent / place).resolve() for page in pages for place in IMAGE.findall(page.read_text())}
-    assert {*(ROOT / "studies").rglob("*.svg")} <= shown
+    assert {*(ROOT / "studies").rglob("*.svg")} <= {picture for page in pages for picture in pictures_on(page)}

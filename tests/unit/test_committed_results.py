@@ -14,7 +14,7 @@ import pytest
 from qerl_bench.__main__ import main
 from qerl_bench.commands.claims import main as report_claims
 from qerl_bench.commands.figure import main as draw_figure
-from qerl_bench.studies.report.sessions import by_figure, plotted, read_once, texts
+from qerl_bench.studies.report.sessions import by_figure, contents, plotted, read_once
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.measure import TRAINED_SHARE
 from tests.conf.test_artifact import FOLLOWS, commands
@@ -41,7 +41,7 @@ def test_claims_pages_are_recomputed(study: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("study", IN_SESSIONS, ids=lambda path: path.name)
 def test_reports_of_studies_are_recomputed(study: Path) -> None:
     found = read_once(study)
-    pages = {name: text for name, text in texts(found).items() if name.endswith((".md", ".csv"))}
+    pages = {name: text for name, text in contents(found).items() if name.endswith((".md", ".csv"))}
     committed = [path for path in (study / "results").iterdir() if path.suffix in (".md", ".csv")]
     assert pages == {path.name: path.read_text() for path in committed}
     assert {"gates.md", "bases.md"} | BESIDE_GATES[found.design.primary is not None] <= {*pages}

@@ -85,13 +85,23 @@ def test_commands_that_read_runs_leave_out_those_that_no_look_sees(
 
 @pytest.mark.parametrize("place", ["early", "session", "packed", "inside"])
 def test_verdicts_have_no_record_of_it(
-    place: str, early: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str,
+    early: Path,
+    packed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     session = next((early / "data").iterdir())
     monkeypatch.chdir(session)
     folder = {"early": early, "packed": packed, "session": session, "inside": Path()}[place]
-    verdicts.main([str(folder), f"out={tmp_path}"])
-    assert json.loads((tmp_path / "claims.json").read_text()) == {"studies": {}, "verdicts": []}
+    name = "out" if place == "packed" else "early"
+    with pytest.raises(ConfigError, match=f"^{name} has no verdict.*no look.*primary.md"):
+        verdicts.main([str(folder), f"out={tmp_path / 'out'}"])
+    assert not (tmp_path / "out").exists()
+    verdicts.main([str(folder), str(TINY), f"out={tmp_path / 'out'}"])
+    assert [*json.loads((tmp_path / "out/claims.json").read_text())["studies"]] == ["tiny"]
+    assert capsys.readouterr().err.startswith(f"{name} has no verdict")
 
 
 def test_gates_of_training_are_open_until_the_look(early: Path, tmp_path: Path) -> None:

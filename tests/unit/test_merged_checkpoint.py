@@ -61,6 +61,8 @@ def test_the_command_merges_a_run(make_config: Any, tmp_path: Path, capsys: pyte
     for words, message in {
         (f"out={out}",): "exists and is not an empty folder",
         ("out=x", "checkpoint=3"): "checkpoint=3 must be",
+        ("out=x", "checkpoint=1", "checkpoint=2"): "checkpoint=1 checkpoint=2: a key is given twice",
+        ("out=x", "device=cuda:7"): "device must be one of .* got 'cuda:7'",
         ("out=x", "dtype=bf16"): "dtype must be one of .* got 'bf16'",
         ("out=x", "task=math"): "task is no key of this command",
         (): "out= must be given",

@@ -19,9 +19,11 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.studies.design.design import read_design
 from qerl_bench.studies.design.looks import at_last_look, counted
 from qerl_bench.studies.design.primary import Primary
+from qerl_bench.studies.design.sessions import Sessions
+from qerl_bench.studies.report import sessions
 from qerl_bench.studies.report.primary import look, primary_page
 from qerl_bench.studies.report.secondary import secondary_page
-from qerl_bench.studies.report.sessions import figures, main, read_once, shown_on_page, texts
+from qerl_bench.studies.report.sessions import contents, main, read_once, shown_on_page
 from qerl_bench.studies.runs.comparable import load_runs
 from tests.scripts import ROOT
 
@@ -94,7 +96,7 @@ def test_only_the_last_look_may_say_negligible(bases: int, verdict: str) -> None
 def test_before_the_first_look_no_number_of_an_arm_is_shown() -> None:
     study = of(3)
     page = primary_page(study)
-    assert figures(study) == {} and texts(study) == {"primary.md": page}
+    assert contents(study) == {"primary.md": page}
     assert not any(arm in page for arm in ("noisy", "plain", "bf16"))
 
 
@@ -121,9 +123,13 @@ def test_all_pages_see_the_bases_of_the_last_look_alone() -> None:
     assert len(counted(fewer, real.design.primary).bases) == 7 and at_last_look(fewer) is None
 
 
-def test_the_report_of_a_study_with_a_page_writes_the_figures_that_the_page_shows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_report_of_a_study_with_a_page_draws_the_figures_that_the_page_shows_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for drawing in ("dot_plot", "pass_at_k_curves", "entropy_and_accuracy"):
+        monkeypatch.setattr(sessions, drawing, lambda *_: pytest.fail("drawn for no page"))
+    looked: list[Sessions] = []
+    monkeypatch.setattr(sessions, "at_last_look", lambda study: (looked.append(study), at_last_look(study))[1])
     study, page = tmp_path / "05b", tmp_path / "README.md"
     shutil.copytree(REAL / "05b", study, ignore=shutil.ignore_patterns("*.svg"))
     assert shown_on_page(study) is None
@@ -131,6 +137,7 @@ def test_the_report_of_a_study_with_a_page_writes_the_figures_that_the_page_show
     main([str(study)])
     assert {file.name for file in study.rglob("*.svg")} == {"curves.svg"}
     assert (study / "results/curves.svg").read_text() == (REAL / "05b/results/curves.svg").read_text()
+    assert len(looked) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert "arms.svg" in last and "probes.svg" in last and "curves.svg" not in last
 

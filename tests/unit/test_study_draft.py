@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def drafted(folder: Path, *words: str) -> None:
 
 def budget(**changes: float) -> Budget:
     values: dict[str, Any] = {"minutes": 100, "run_minutes": 2, "slots": 1, "models": 1, "arms": 2, "margin": 1}
-    return Budget(**values | {"sd": 2, "formats": 1, "answers": 10**9} | changes)
+    return Budget(**values | {"sd": 2, "formats": 1, "answers": 10**9, "dosed": 0} | changes)
 
 
 def test_a_design_is_read_as_it_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,6 +127,37 @@ def test_a_draft_says_what_its_probe_costs_and_tells(tmp_path: Path) -> None:
         assert (
             f"{questions * 16 * 0.5 / 416:.2g} minutes" in protocol and f"{50 / questions**0.5:.1f} points" in protocol
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "draws"),
+    [({}, 4), ({"minutes": 200}, 8), ({"minutes": 25}, 1), ({"models": 2}, 2), ({"models": 2, "slots": 2}, 4)],
+)  # 2.5 minutes each: 10 x 32 prompts x 8 answers of 2/2048 minutes
+def test_the_dose_has_the_draws_that_another_tenth_buys(changes: dict[str, float], draws: int) -> None:
+    one = budget(**{"answers": 2048, "dosed": 8} | changes)
+    assert one.draws == draws and one.draw_minutes == pytest.approx(2.5 * -(-one.models // one.slots))
+    left = one.minutes - one.questions * one.question_minutes - draws * one.draw_minutes
+    assert one.seeds == min(MOST_SEEDS, int(left * one.slots / one.run_minutes / one.arms / one.models))
+
+
+def test_a_budget_fits_with_its_dose_or_is_refused() -> None:
+    """Of 11.66 minutes: 74 questions x 16 answers are 1.16, one draw is 2.5, and two seeds of two arms 8."""
+    values = {"answers": 2048, "dosed": 8}
+    assert budget(minutes=11.66, **values).seeds == 2
+    with pytest.raises(ConfigError, match=r"minutes=11\.65 .* 1 draws of the dose and 1 seeds"):
+        budget(minutes=11.65, **values)
+    assert budget(minutes=11.65, answers=2048).seeds == 2
+
+
+def test_only_a_draft_with_matched_noise_pays_for_a_dose(tmp_path: Path) -> None:
+    words = ("model=tiny_untrained", "task=even_characters", "experiment=smoke", "minutes=60", "run_minutes=0.5")
+    for name in ("exp", "matched"):
+        drafted(tmp_path / name, *words, f"contrast=aqn=none,{name}")
+    exp, matched = (read_design(tmp_path / name / "study.yaml") for name in ("exp", "matched"))
+    price = 0.5 / 416 * 16 * 32 * 10  # of a draw, minutes, of a run of 416 answers in groups of 16
+    assert (exp.dose.draws, matched.dose.draws) == (8, 1) and 60 * 0.1 / price < 2
+    assert (len(exp.seeds), len(matched.seeds)) == (54, math.floor((54 - price) / 0.5 / 2))
+    assert f"{price:.2g} minutes" in (tmp_path / "matched" / "protocol.md").read_text()
 
 
 def test_power_is_that_of_the_paired_t_test() -> None:

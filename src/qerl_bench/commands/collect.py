@@ -9,8 +9,10 @@ writes all.
 
 from __future__ import annotations
 
+from qerl_bench.checks import require
 from qerl_bench.studies.design.looks import shown_runs
 from qerl_bench.studies.runs.collect import write_study
+from qerl_bench.studies.runs.load import load_run
 from qerl_bench.studies.runs.script import parser_for
 
 
@@ -23,6 +25,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     paths = shown_runs(options.runs, options.without)
     metrics = [] if "all" in options.metrics else options.metrics
+    if named := {*metrics} - {"study"}:
+        named -= {str(name) for path in paths for name in load_run(path).metrics["metric"].unique()}
+        require(not named, f"no run has {' or '.join(sorted(named))}: metrics= takes names, study, or all")
     study = write_study(paths, options.out, options.mixed_code, metrics, options.csv)
     print(f"{study.runs} runs, {study.unfinished} of them unfinished, {study.rows} numbers: {options.out}")
     print(f"cost of the finished runs: {study.cost}")

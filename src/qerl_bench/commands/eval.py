@@ -85,7 +85,7 @@ def stored_config(run_dir: Path) -> DictConfig:
     """The config of a finished run, with the root it has now. Raises ConfigError if there is no finished run."""
     require(
         (run_dir / "config.yaml").is_file(),
-        f"{run_dir} is not a run: {'it has no config.yaml' if run_dir.is_dir() else 'there is no such folder'}. "
+        f"{run_dir} is not a run: {'it has no config.yaml' if run_dir.exists() else 'there is no such folder'}. "
         "qerl-bench status lists the runs",
     )
     require(

@@ -10,11 +10,11 @@ gets its name only when it is complete. Experts are written one linear layer aft
 checkpoints of the model have, as llm-compressor does. Left out: experts without such layers (gpt-oss, Llama 4,
 Granite), and in nf4.
 
-A run is a finished one, and checkpoint=last, best or a step. In 16 bits its adapter is added to the dequantized weights
-that it was trained on, which are written in dtype=bfloat16, float16 or float32 (default: that of the run's model). With
-`quant` both are rounded together, as rollout.merge does it, and what that costs is measured on held-out questions
-(questions=, samples=), printed, and kept in merging.json: accuracy and KL of the merged policy and of the base, beside
-those of the adapter apart.
+A run is a finished one, checkpoint=last, best or a step, and device its own unless another is given. In 16 bits its
+adapter is added to the dequantized weights that it was trained on, which are written in dtype=bfloat16, float16 or
+float32 (default: that of the run's model). With `quant` both are rounded together, as rollout.merge does it, and what
+that costs is measured on held-out questions (questions=, samples=), printed, and kept in merging.json: accuracy and KL
+of the merged policy and of the base, beside those of the adapter apart.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ from qerl_bench.model.base import source_of
 from qerl_bench.options import user_options
 from qerl_bench.options.names import load_option
 from qerl_bench.process.arguments import split_words
+from qerl_bench.process.cards import require_gpu
 from qerl_bench.process.hidden_packages import hidden_packages
 from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.process.terminal import log_to_stderr
+from qerl_bench.quant.packed_config import config_entry
 from qerl_bench.rundir.checkpoints import check_checkpoint
 from qerl_bench.rundir.durable import check_new_folder
 
 FORMATS = "fp8|int8|int4|nvfp4|mxfp4|nf4"
 USAGE = f"usage: qerl-bench export model=PATH_OR_ID quant={FORMATS} out=DIR [option=value ...]"
-IN_16_BITS = "usage: qerl-bench export RUN_DIR out=DIR [checkpoint=last|best|STEP dtype=bfloat16|float16|float32]"
-ROUNDED = f"usage: qerl-bench export RUN_DIR quant={FORMATS} out=DIR [checkpoint=last|best|STEP questions=N samples=N]"
+IN_16_BITS = "usage: qerl-bench export RUN_DIR out=DIR [checkpoint=... device=... dtype=bfloat16|float16|float32]"
+ROUNDED = f"usage: qerl-bench export RUN_DIR quant={FORMATS} out=DIR [checkpoint=... device=... questions=N samples=N]"
 
 
 def parse_words(words: list[str]) -> tuple[list[str], Path]:
@@ -70,16 +72,17 @@ def main(words: list[str]) -> None:
 def pack(words: list[str]) -> None:
     overrides, out = parse_words(words)
     experiment = build(compose(overrides))
-    experiment.model.check_files()
     check_new_folder(out)
+    config_entry(experiment.quant, [], "bfloat16")  # refuses formats that pack nothing
+    require_gpu(experiment.device)
+    experiment.model.check_files()
     with hidden_packages():
         from qerl_bench.model.load import load_packed
         from qerl_bench.model_setup import base_checkpoint
         from qerl_bench.process.device import resolve_device
         from qerl_bench.quant.error_decomposition import write_layers
-        from qerl_bench.quant.export import config_entry, export
+        from qerl_bench.quant.export import export
 
-    config_entry(experiment.quant, [], "bfloat16")  # refuses formats that pack nothing, before any work
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
     device, quantizer = resolve_device(experiment.device), experiment.quantizer
     with naming(source_of(experiment.model)):
@@ -96,8 +99,7 @@ def pack(words: list[str]) -> None:
 
 def merge(run_dir: Path, words: list[str]) -> str:
     """Write what the run in `run_dir` has trained to the folder that `words` name; returns a line about it."""
-    out, given = words_of_run(words, {"checkpoint", "dtype"}, IN_16_BITS)
-    cfg = stored_config(run_dir)
+    out, given, cfg, checkpoint = asked_of(run_dir, words, {"dtype"}, IN_16_BITS)
     trained_in = cfg.rollout.quant or cfg.quant.name
     require(
         cfg.train.get("merge", "none") == "none",
@@ -106,9 +108,8 @@ def merge(run_dir: Path, words: list[str]) -> str:
     )
     dtype = given.get("dtype") or str(cfg.model.dtype)
     one_of("bfloat16", "float16", "float32")("dtype", dtype)
-    checkpoint = chosen_checkpoint(run_dir, given.get("checkpoint", "last"), cfg.steps)
-    check_checkpoint(checkpoint)
-    check_new_folder(out)
+    experiment = build(cfg)
+    require_gpu(experiment.device)
     with hidden_packages():
         import torch
 
@@ -116,7 +117,6 @@ def merge(run_dir: Path, words: list[str]) -> str:
         from qerl_bench.model_setup import base_checkpoint, build_policy
         from qerl_bench.session import prepare_device
 
-    experiment = build(cfg)
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
     policy = build_policy(experiment, base, prepare_device(experiment.device, experiment.quant))
     policy.load(checkpoint)
@@ -126,34 +126,44 @@ def merge(run_dir: Path, words: list[str]) -> str:
     )
 
 
-def words_of_run(words: list[str], known: Collection[str], usage: str) -> tuple[Path, dict[str, str]]:
-    """The folder `out` and the other words. Raises ConfigError for a key that is not known."""
+def asked_of(
+    run_dir: Path, words: list[str], known: Collection[str], usage: str
+) -> tuple[Path, dict[str, str], DictConfig, Path]:
+    """The folder `out`, the other words, the config of a finished run, on another device if they say so, and the
+    checkpoint to export.
+
+    Raises ConfigError for a key that is not known, a folder that is none, or not new, and a missing checkpoint.
+    """
     others, chosen = split_words(words, ("out",), usage)
     given = dict(word.split("=", 1) for word in others)
-    unknown = sorted(given.keys() - {*known})
+    unknown = sorted(given.keys() - {*known, "checkpoint", "device"})
     require(not unknown, f"{', '.join(unknown)} is no key of this command; {usage}")
-    return Path(chosen["out"]), given
+    require(len(given) == len(others), f"{' '.join(others)}: a key is given twice; {usage}")
+    out = Path(chosen["out"])
+    check_new_folder(out)
+    cfg = stored_config(run_dir)
+    cfg.device = given.get("device", cfg.device)
+    checkpoint = chosen_checkpoint(run_dir, given.get("checkpoint", "last"), cfg.steps)
+    check_checkpoint(checkpoint)
+    return out, given, cfg, checkpoint
 
 
 def merge_rounded(run_dir: Path, words: list[str]) -> str:
     """Write the policy of a run, base and adapter rounded together; returns what that costs, which it measures."""
-    out, given = words_of_run(words, {"quant", "checkpoint", "questions", "samples"}, ROUNDED)
+    out, given, stored, checkpoint = asked_of(run_dir, words, {"quant", "questions", "samples"}, ROUNDED)
     for key in ("questions", "samples"):
         whole = key not in given or (given[key].isdecimal() and int(given[key]) > 0)
         require(whole, f"{key} must be a whole number of at least 1, got {given.get(key)}")
-    check_new_folder(out)
-    stored = stored_config(run_dir)
-    checkpoint = chosen_checkpoint(run_dir, given.get("checkpoint", "last"), stored.steps)
-    check_checkpoint(checkpoint)
     experiment = rounded_experiment(stored, given["quant"])
     merged_into = experiment.sampled.quant
+    config_entry(merged_into, [], "bfloat16")  # refuses formats that pack nothing
+    require_gpu(experiment.device)
     with hidden_packages():
         from qerl_bench.model_setup import base_checkpoint, build_policy
         from qerl_bench.probe.merging_cost import in_words, merging_cost
-        from qerl_bench.quant.export import config_entry, export
+        from qerl_bench.quant.export import export
         from qerl_bench.session import prepare_device
 
-    config_entry(merged_into, [], "bfloat16")  # refuses formats that pack nothing, before any work
     device = prepare_device(experiment.device, merged_into)
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
     policy = build_policy(experiment, base, device)

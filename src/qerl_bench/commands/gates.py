@@ -54,8 +54,8 @@ def main(arguments: list[str] | None = None) -> None:
     (out / "gates.md").write_text(render(results) + "\n")
     if page := probe_page.markdown(probes):
         (out / "probes.md").write_text(page)
-        for name, figure in probe_page.figures(probes).items():
-            save(figure, out / name)
+        for name, draw in probe_page.figures(probes).items():
+            save(draw(), out / name)
         print(page)
     print(render(results))
     for arm, by in blocked_arms.items():

@@ -100,8 +100,7 @@ def parsed(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     """The options of this command, and the words of a run among `arguments`."""
     search_path, others = split_search_path(arguments)
     reader = parser()
-    known = {name.removeprefix("--").replace("-", "_") for name in reader._option_string_actions}
-    own = [word for word in others if word.startswith("-") or word.partition("=")[0] in known]
+    own = [word for word in others if word.startswith("-") or reader.is_own(word)]
     options = reader.parse_args(own)
     return options, [*(word for word in others if word not in own), *search_path]
 

@@ -16,10 +16,11 @@ from contextlib import contextmanager, nullcontext
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from qerl_bench import __version__
-from qerl_bench.checks import require
+from qerl_bench.checks import ConfigError, require
 from qerl_bench.config import build
 from qerl_bench.options import user_options
 from qerl_bench.options.composer import HYDRA_DEFAULTS, Composer, register_resolvers, resolved
@@ -79,6 +80,8 @@ def run(world: World) -> None:
         run_one()
     except HydraBypass as carried:
         error = carried.error
+    except HydraException as refused:  # of a sweep, whose words Hydra is the first to compose
+        error = ConfigError(Composer().in_words(refused, [word for word in sys.argv[1:] if not word.startswith("-")]))
     else:
         return
     raise error

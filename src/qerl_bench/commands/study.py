@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 def main(arguments: list[str] | None = None) -> None:
     log_to_stderr("qerl_bench", "hydra_plugins")
     words = sys.argv[1:] if arguments is None else arguments
-    if any(word.startswith("init=") for word in words):
+    if any(word.startswith(("init=", "--init")) for word in words):
         draft(words)
         return
     parser = parser_of(__doc__)

@@ -95,7 +95,7 @@ class Composer:
             overrides = self.spelled_out(overrides)
             cfg, runtime = self._unresolved(overrides)
         except HydraException as error:
-            raise ConfigError(self._in_words(error, overrides)) from error
+            raise ConfigError(self.in_words(error, overrides)) from error
         return plain_tree(cfg), runtime
 
     def spelled_out(self, words: Sequence[str]) -> list[str]:
@@ -120,14 +120,14 @@ class Composer:
             check_option_names(cfg, runtime)
         return cfg, runtime
 
-    def _in_words(self, error: HydraException, overrides: Sequence[str]) -> str:
+    def in_words(self, error: HydraException, overrides: Sequence[str]) -> str:
         """What is said of Hydra's `error` over these words: the option that was probably meant."""
         if isinstance(error, OverrideParseException):
             return unread(error.override)
         text = " ".join(str(error).split("\nConfig search path:")[0].split())
         missing = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
         unknown = re.search(r"Could not override '([^']+)'", text)
-        if missing is None and unknown is None:
+        if (missing is None and unknown is None) or (missing is not None and missing[1].startswith("hydra")):
             several = re.match(r"Ambiguous value for argument '([^'=]+)=([^']+)'", text)
             if several is None:
                 return text

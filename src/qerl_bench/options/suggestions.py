@@ -28,8 +28,9 @@ def unknown_key(key: str, known: Collection[str], choices: Mapping[str, str], fo
     """
     if sentence := renamed(key):
         return sentence
-    if key.startswith("model.template"):
-        return f"{key} is not set yet, so add it with a plus: +model.template.KEYWORD=VALUE"
+    if place := _dictionary(key, choices, folders):
+        word = f"{place}.KEYWORD" if key == place else key
+        return f"{word} is not set yet, so add it with a plus: +{word}=VALUE"
     known = [one for one in known if one.rpartition(".")[2] not in ("name", *SET_BY_FILE)]
     last = key.rpartition(".")[2]
     of_others = key not in keys_of_axis(key.partition(".")[0], folders)
@@ -56,6 +57,16 @@ def unknown_key(key: str, known: Collection[str], choices: Mapping[str, str], fo
     others = difflib.get_close_matches(key, elsewhere, n=1)
     belongs = "".join(f". {other} belongs to {alternatives(axis, elsewhere[other])}" for other in others)
     return f"{chosen}{_has(own)}{belongs}"
+
+
+def _dictionary(key: str, choices: Mapping[str, str], folders: Sequence[Path]) -> str:
+    """The dictionary of a chosen option that takes any keys, and that `key` is or would be in; empty without one."""
+    if key.startswith("hydra.launcher.additional"):
+        return "hydra.launcher.additional"
+    axis = key.partition(".")[0]
+    fields = option_fields(folders, axis, choices[axis]) if choices.get(axis) in options_of(folders, axis) else {}
+    free = {f"{axis}.{name}" for name, one in fields.items() if one.default.startswith("{")} | {"model.template"}
+    return next((one for one in free if f"{key}.".startswith(f"{one}.") and one.partition(".")[2] in fields), "")
 
 
 def _with_its_options(key: str, known: Collection[str], folders: Sequence[Path]) -> str:

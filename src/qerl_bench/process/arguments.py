@@ -10,10 +10,12 @@ import textwrap
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from qerl_bench.checks import require
 
+NEAR = 0.8  # as difflib measures it
 WIDTH = 100  # columns of what commands say about themselves
 INDENT = " " * 4  # of the lines in which a line that is too long goes on
 
@@ -37,6 +39,7 @@ class KeyValueParser(argparse.ArgumentParser):
         first = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
         words, rest = words[:first], words[first:]
         flags = {word: self._flags(word, strict=not rest) for word in words}
+        self._refuse_twice([(word, found[0]) for word in words if (found := flags[word])])
         plain = [word for word in words if flags[word] is None]
         front = [*plain, *(flag for word in words for flag in flags[word] or ())]
         return super().parse_known_args([*front, *rest], namespace)
@@ -61,21 +64,50 @@ class KeyValueParser(argparse.ArgumentParser):
             return [option] if value == "true" else []
         return [option, *(_parts(value) if action.nargs == "+" else [value])]
 
+    def is_own(self, word: str) -> bool:
+        """Whether key=value has the key of an option, or one so near that this parser shall say how it is written.
+
+        A key with dots is none of a command.
+        """
+        key, equals, _ = word.partition("=")
+        return bool(equals and key.isidentifier() and difflib.get_close_matches(key, self._keys(), cutoff=NEAR))
+
+    def _keys(self) -> set[str]:
+        return {flag.lstrip("-").replace("-", "_") for flag in self._option_string_actions}
+
+    def _refuse_twice(self, given: Sequence[tuple[str, str]]) -> None:
+        """End with an error if two words set one option, of which argparse would take the last."""
+        for option in {option for _, option in given}:
+            words = [word for word, one in given if one == option]
+            if len(words) > 1 and not isinstance(self._option_string_actions[option], argparse._ExtendAction):
+                self.error(f"{' and '.join(words)} set one option: give it once")
+
     def _instead_of(self, key: str, value: str) -> str:
         """What to type in the place of an option `key` that does not exist; empty if no option has a name like it."""
         if any(action.dest == key and not action.option_strings for action in self._actions):
             return f": {value} stands alone, without {key}="
-        named = {flag.lstrip("-").replace("-", "_") for flag in self._option_string_actions}
-        close = difflib.get_close_matches(key, named, n=1)
+        close = difflib.get_close_matches(key, self._keys(), n=1)
         return f". Did you mean {close[0]}={value}?" if close else ""
 
 
 def output_folder(text: str) -> Path:
     """The type of an argument that names a folder to write to, there or not. argparse ends with its error if it is a
-    file."""
-    if (path := Path(text)).is_file():
-        raise argparse.ArgumentTypeError(f"{text} is a file; give a folder")
+    file, or nothing can be written there."""
+    if not text or (path := Path(text)).is_file():
+        raise argparse.ArgumentTypeError(f"{text} is a file; give a folder" if text else "empty; give a folder")
+    if reason := unwritable(path):
+        raise argparse.ArgumentTypeError(f"cannot write to {text}: {reason}; give another folder")
     return path
+
+
+def unwritable(path: Path) -> str | None:
+    """Why nothing can be written to the folder `path`, or where it would have to be made; None if something can."""
+    place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    try:
+        TemporaryFile(dir=place).close()  # for root, os.access allows places where nothing can be made
+    except OSError as error:
+        return f"{place} is not a writable folder ({error.strerror})"
+    return None
 
 
 def wrapped(text: str) -> str:

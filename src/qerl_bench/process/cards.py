@@ -44,7 +44,7 @@ class DeviceCheck:
             raise ConfigError(f"{key} must be {self.what}, got {value!r}. {gpus_in_words()}")
 
 
-def require_gpu(device: str) -> None:
+def require_gpu(device: object) -> None:
     """Raise ConfigError for device=cuda where it is certain, before PyTorch is asked, that it would find no GPU."""
     hidden = os.environ.get(CHOICE, "0").split(",")[0].strip() in ("", "-1")
     driver = sys.platform != "linux" or any(file for kind in DRIVER_FILES for file in Path("/dev").glob(kind))

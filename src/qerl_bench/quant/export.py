@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from qerl_bench.checks import ConfigError, require
+from qerl_bench.checks import require
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.checkpoint_mapping import in_checkpoint, rows_in_checkpoint
 from qerl_bench.quant.linear import TENSOR_SCALES, PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.nf4 import NF4, quant_state
-from qerl_bench.quant.packed_config import scheme_of
+from qerl_bench.quant.packed_config import config_entry
 from qerl_bench.quant.packed_share import persistent_buffers, unpacked_parameters
 from qerl_bench.quant.symmetric import FP8, INT8, Symmetric
 from qerl_bench.rundir.durable import atomically, check_new_folder
@@ -118,32 +118,6 @@ def _packed_tensors(
             yield f"{name}.weight_global_scale", tensor.reciprocal()
         else:
             yield f"{name}.{key}", tensor
-
-
-def config_entry(weight_format: WeightFormat, ignore: list[str], dtype: str) -> dict[str, Any]:
-    """`quantization_config` of config.json. `ignore` names the linear layers that are not packed."""
-    if isinstance(weight_format, NF4):
-        return {
-            "quant_method": "bitsandbytes",
-            "load_in_4bit": True,
-            "load_in_8bit": False,
-            "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_use_double_quant": weight_format.double_quant,
-            "bnb_4bit_compute_dtype": dtype,
-            "bnb_4bit_quant_storage": "uint8",
-            "llm_int8_skip_modules": ignore,
-        }
-    if not isinstance(weight_format, BlockFormat):
-        raise ConfigError(f"quant={weight_format.name} packs nothing to export; use a format that does: quant=nvfp4")
-    pack_format, weights = scheme_of(weight_format)
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": pack_format}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": pack_format,
-        "quantization_status": "compressed",
-        "ignore": ignore,
-        "config_groups": {"group_0": group},
-    }
 
 
 def _write_shards(tensors: dict[str, torch.Tensor], folder: Path) -> None:

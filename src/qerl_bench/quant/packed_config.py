@@ -170,6 +170,32 @@ def _require_block(folder: Path, config: Mapping[str, Any], requested: Symmetric
         )
 
 
+def config_entry(weight_format: WeightFormat, ignore: list[str], dtype: str) -> dict[str, Any]:
+    """`quantization_config` of config.json. `ignore` names the linear layers that are not packed."""
+    if isinstance(weight_format, NF4):
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": weight_format.double_quant,
+            "bnb_4bit_compute_dtype": dtype,
+            "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": ignore,
+        }
+    if not isinstance(weight_format, BlockFormat):
+        raise ConfigError(f"quant={weight_format.name} packs nothing to export; use a format that does: quant=nvfp4")
+    pack_format, weights = scheme_of(weight_format)
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": pack_format}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": pack_format,
+        "quantization_status": "compressed",
+        "ignore": ignore,
+        "config_groups": {"group_0": group},
+    }
+
+
 def scheme_of(weight_format: BlockFormat) -> tuple[str, dict[str, Any]]:
     """How compressed-tensors describes the format: its name there, and the arguments of its weights."""
     if isinstance(weight_format, Symmetric):

@@ -9,14 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from qerl_bench.checks import require
+from qerl_bench.process.arguments import unwritable
 
 
 def check_new_folder(out: Path) -> None:
-    """Raise ConfigError unless `out` is a new or empty folder."""
+    """Raise ConfigError unless `out` is a new or empty folder, to which something can be written."""
     require(
         not out.exists() or (out.is_dir() and not any(out.iterdir())),
         f"out={out} exists and is not an empty folder; choose a new one, since nothing is overwritten",
     )
+    reason = unwritable(out)
+    require(reason is None, f"cannot write to out={out}: {reason}; choose another folder")
 
 
 def sync(path: Path) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 from omegaconf import DictConfig
 
 from qerl_bench.checks import ConfigError, require
 from qerl_bench.options.fingerprint import as_dict, flat, with_effect
+from qerl_bench.process.arguments import unwritable
 from qerl_bench.rundir.checkpoints import (
     check_checkpoint,
     checkpoints,
@@ -65,14 +65,8 @@ def refuse_damaged(path: Path, elsewhere: str = ELSEWHERE) -> None:
 
 def refuse_unwritable(path: Path, elsewhere: str = ELSEWHERE) -> None:
     """Raise ConfigError if nothing can be written to the folder `path`, or where it would have to be made."""
-    place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    try:
-        TemporaryFile(dir=place).close()  # for root, os.access allows places where nothing can be made
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the run to {path}: {place} is not a writable folder ({error.strerror}). Choose another "
-            f"place: {elsewhere}"
-        ) from error
+    reason = unwritable(path)
+    require(reason is None, f"cannot write the run to {path}: {reason}. Choose another place: {elsewhere}")
 
 
 def refuse_other_config(path: Path, cfg: DictConfig | dict[str, Any], elsewhere: str) -> None:

@@ -42,7 +42,7 @@ def check_single(argv: list[str]) -> Point | None:
     if given.keys() - {"overrides", "run"}:  # Hydra prints something
         Composer().tree(words)
         return None
-    point = check_point(Composer(), words, here=True)
+    point = check_point(Composer(), words)
     if not point.finished:
         refuse_locked(point.run_dir)
     return point
@@ -75,14 +75,9 @@ def warn_of_single_point(hydra: HydraConf) -> None:
         log.warning("this is one run of an experiment that sweeps over %s; -m runs all points", ", ".join(unset))
 
 
-def check(cfg: DictConfig, here: bool = False) -> Experiment:
-    """Build the specs of a composed config and check that all they need is there: a GPU too, if it shall run `here`.
-
-    Raises ConfigError.
-    """
+def check(cfg: DictConfig) -> Experiment:
+    """Build the specs of a composed config and check that all they need is there but a GPU. Raises ConfigError."""
     experiment = build(cfg)
-    if here:
-        require_gpu(experiment.device)
     experiment.model.check_files()
     experiment.engine.check(experiment.device, experiment.quant)
     experiment.task.check()
@@ -96,16 +91,17 @@ def check(cfg: DictConfig, here: bool = False) -> Experiment:
     return experiment
 
 
-def check_points(job_overrides: Sequence[Sequence[str]]) -> list[Point]:
-    """Compose and check every point of a sweep. Raises ConfigError naming the first point that cannot run.
+def check_points(job_overrides: Sequence[Sequence[str]], here: bool = True) -> list[Point]:
+    """Compose and check every point of a sweep, which runs `here` or on another machine.
 
+    Raises ConfigError naming the first point that cannot run.
     A point whose folder is damaged does not keep the others from running.
     """
     points: dict[str, Point] = {}
     composer = Composer()
     for overrides in job_overrides:
         try:
-            point = check_point(composer, overrides, keep_damaged=True)
+            point = check_point(composer, overrides, here, keep_damaged=True)
         except ConfigError as error:
             raise ConfigError(f"{' '.join(overrides)}: {error}") from error
         if point.name in points:
@@ -114,8 +110,10 @@ def check_points(job_overrides: Sequence[Sequence[str]]) -> list[Point]:
     return list(points.values())
 
 
-def check_point(composer: Composer, overrides: Sequence[str], keep_damaged: bool = False, here: bool = False) -> Point:
-    """Compose and check one point, as `check`. A finished one needs no more than the config that it was made with.
+def check_point(composer: Composer, overrides: Sequence[str], here: bool = True, keep_damaged: bool = False) -> Point:
+    """Compose and check one point, as `check`, and the GPU of one that runs `here`.
+
+    A finished one needs no more than the config that it was made with.
 
     Raises ConfigError; what is damaged is noted in the point instead, if `keep_damaged`.
     """
@@ -126,7 +124,9 @@ def check_point(composer: Composer, overrides: Sequence[str], keep_damaged: bool
         if finished:
             check_run_dir(run_dir, tree)
         else:
-            check(OmegaConf.create(tree), here)
+            if here:
+                require_gpu(tree.get("device"))
+            check(OmegaConf.create(tree))
     except RunDamaged as error:
         if not keep_damaged:
             raise

@@ -31,6 +31,8 @@ pairs = Check(lambda value: value is None or isinstance(value, Mapping), "null o
 class SweepLauncher(Launcher):
     """A launcher says how it runs points (`run_points`), and before that what it cannot work with (`check`)."""
 
+    here = True  # whether points run on this machine, so that its GPUs are theirs
+
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         refuse_env_copy(config.hydra.job)
         folders = search_folders(config.hydra.runtime)
@@ -43,7 +45,7 @@ class SweepLauncher(Launcher):
             len(job_overrides) > 0,
             "this sweep has no point: one of its keys has no value, as seed=range(0) has none. Give some: seed=0,1,2",
         )
-        points = check_points([[*self.search_path, *overrides] for overrides in job_overrides])
+        points = check_points([[*self.search_path, *overrides] for overrides in job_overrides], self.here)
         damaged = [(point, point.damage) for point in points if point.damage is not None]
         sound = [point for point in points if point.damage is None]
         todo = len(unfinished(sound))

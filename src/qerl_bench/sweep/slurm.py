@@ -54,6 +54,8 @@ class SlurmOptions:
 class SlurmSweep(SweepLauncher):
     """Submit the points as job arrays, and follow them."""
 
+    here = False
+
     def __init__(self, **options: Any) -> None:
         self.conf = SlurmOptions(**options)
 

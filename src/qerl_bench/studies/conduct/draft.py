@@ -7,8 +7,9 @@
 The first value of `contrast` is the arm that others are compared with. Words with other keys are options of every run.
 Of one model the units are seeds, so an interval is about that model; model=a,b,c makes each a case of its own. How many
 seeds fit follows from `minutes`, `run_minutes` and `slots`, after the probe, which asks as many questions as a tenth
-of the minutes buys at the price of an answer in a run. `sd` is the standard deviation over seeds of the difference of
-two arms, in points of held-out accuracy; `margin` the smallest difference that matters. Writes FOLDER/study.yaml and
+of the minutes buys at the price of an answer in a run, and after the search for a dose, if an arm has aqn=matched,
+which has draws of noise of another tenth. `sd` is the standard deviation over seeds of the difference of two arms, in
+points of held-out accuracy; `margin` the smallest difference that matters. Writes FOLDER/study.yaml and
 FOLDER/protocol.md, which is to be finished before the first run.
 """
 
@@ -25,11 +26,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from qerl_bench.checks import ConfigError, check_fields, count, number, require
+from qerl_bench.config import build, compose
 from qerl_bench.options.composer import Composer
 from qerl_bench.options.files import options_of
 from qerl_bench.options.place_words import words_of
 from qerl_bench.options.user_options import folders, split_search_path
-from qerl_bench.process.arguments import KeyValueParser
+from qerl_bench.process.arguments import KeyValueParser, output_folder
 from qerl_bench.statistics import POWER, Estimate
 from qerl_bench.studies.claims.evaluate import DIRECTION
 from qerl_bench.studies.design.design import read_design
@@ -41,10 +43,12 @@ from qerl_bench.studies.runs.settings import group_by_setting
 from qerl_bench.studies.tables.templates import templates
 
 MOST_SEEDS = 64
-PROBE_SHARE = 0.1  # of the minutes, at most but for the least number of questions
+SHARE = 0.1  # of the minutes, for the probe and for the dose, at most but for the least number of each
 SAMPLES = 16  # answers to each question of the probe
 QUESTIONS = (16, 512)  # of the probe: to know the share of right answers to 12 points, and to 2
-DOSE = "{rise: 0.1, prompts: 32, draws: 8}"
+DRAWS = (1, 8)  # of noise, of the dose
+PROMPTS = 32  # of each draw
+TRIED = 7  # sizes of noise, as searches for a dose take in the studies of this project
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,7 @@ class Budget:
     arms: int
     formats: int  # of weights, in each of which the probe asks
     answers: int  # of one run
+    dosed: int  # answers to a prompt of the dose; 0: no arm has one
     margin: float
     sd: float
 
@@ -65,30 +70,52 @@ class Budget:
         positive = number(above=0)
         checks = {"minutes": positive, "run_minutes": positive, "margin": positive, "sd": positive}
         counts = {"slots": count(), "models": count(), "arms": count(2), "formats": count(), "answers": count()}
+        counts["dosed"] = count(0)
         check_fields(self, "", **checks, **counts)
+        dose = f", {self.draws} draws of the dose" if self.dosed else ""
         require(
             self.seeds >= 2,
-            f"minutes={self.minutes:g} are enough for a probe of {self.questions} questions and {self.seeds} seeds of "
-            f"{self.arms} arms at run_minutes={self.run_minutes:g}, and an interval needs two: give more minutes, or "
-            "make runs shorter (steps)",
+            f"minutes={self.minutes:g} are enough for a probe of {self.questions} questions{dose} and {self.seeds} "
+            f"seeds of {self.arms} arms at run_minutes={self.run_minutes:g}, and an interval needs two: give more "
+            "minutes, or make runs shorter (steps)",
         )
 
     @property
     def seeds(self) -> int:
-        """How many fit after the probe, a run in each of `slots` at a time."""
-        left = max(0.0, self.minutes - self.questions * self.question_minutes)
+        """How many fit after probe and dose, a run in each of `slots` at a time."""
+        left = max(0.0, self.minutes - self.questions * self.question_minutes - self.draws * self.draw_minutes)
         return min(MOST_SEEDS, math.floor(left * self.slots / self.run_minutes / self.arms / self.models))
 
     @property
     def question_minutes(self) -> float:
-        """What a question of the probe costs: its answers in all formats, `slots` models at a time."""
-        return self.run_minutes / self.answers * SAMPLES * self.formats * math.ceil(self.models / self.slots)
+        """What a question of the probe costs: its answers in all formats."""
+        return SAMPLES * self.formats * self._answer_minutes
+
+    @property
+    def draw_minutes(self) -> float:
+        """What a draw of the dose costs: a group to each prompt, without noise and with each size that is tried, and
+        to as many others without and with the one found."""
+        return PROMPTS * self.dosed * (1 + TRIED + 2) * self._answer_minutes
+
+    @property
+    def _answer_minutes(self) -> float:
+        """What an answer costs before the runs, as in one of them, `slots` models at a time."""
+        return self.run_minutes / self.answers * math.ceil(self.models / self.slots)
 
     @property
     def questions(self) -> int:
         """How many the probe asks."""
-        least, most = QUESTIONS
-        return min(most, max(least, math.floor(PROBE_SHARE * self.minutes / self.question_minutes)))
+        return self._bought(QUESTIONS, self.question_minutes)
+
+    @property
+    def draws(self) -> int:
+        """How many the dose has."""
+        return self._bought(DRAWS, self.draw_minutes)
+
+    def _bought(self, span: tuple[int, int], minutes: float) -> int:
+        """How many of `minutes` each a share of the whole buys, within a span."""
+        least, most = span
+        return min(most, max(least, math.floor(SHARE * self.minutes / minutes))) if minutes else most
 
     @property
     def probe_error(self) -> float:
@@ -119,7 +146,9 @@ class Budget:
 
 def parser() -> KeyValueParser:
     found = KeyValueParser(__doc__)
-    found.add_argument("--init", type=Path, required=True, help="folder to write study.yaml and protocol.md to")
+    found.add_argument(
+        "--init", type=output_folder, required=True, help="folder to write study.yaml and protocol.md to"
+    )
     found.add_argument("--model", nargs="+", required=True, help="an option, hub id, folder or GGUF file; or several")
     found.add_argument("--contrast", required=True, help="KEY=FIRST,OTHER: what the arms differ in")
     found.add_argument(
@@ -136,17 +165,20 @@ def parser() -> KeyValueParser:
 def draft(arguments: Sequence[str]) -> None:
     """Write the two files. Raises ConfigError for what cannot be a study, before anything is written."""
     search_path, given = split_search_path(arguments)
-    own = {action.dest.replace("_", "-") for action in parser()._actions} | {"run_minutes"}
-    words = [word for word in given if "=" in word and word.partition("=")[0] not in own]
-    options = parser().parse_args([word for word in given if word not in words])
+    reader = parser()
+    own = [word for word in given if not word.startswith("-") and reader.is_own(word)]
+    words = [word for word in given if "=" in word and not word.startswith("-") and word not in own]
+    options = reader.parse_args([*own, *(word for word in given if word not in own and word not in words)])
     key, equals, values = options.contrast.partition("=")
     levels = values.split(",")
     require(
-        bool(equals) and len(levels) > 1 and all(levels),
-        f"contrast={options.contrast} must be KEY=FIRST,OTHER, such as aqn=none,exp or optim.lr=1e-5,3e-5",
+        bool(equals) and len(levels) > 1 and all(levels) and len({*levels}) == len(levels),
+        f"contrast={options.contrast} must be KEY=FIRST,OTHER, each once, such as aqn=none,exp or optim.lr=1e-5,3e-5",
     )
     known = options_of(folders(), "model")
     first = words_of(options.model[0], known)
+    for model in options.model:
+        build(compose([*words_of(model, known), *words, *search_path])).model.check_files()
     trees = [Composer().tree([*first, *words, f"{key}={level}", *search_path]) for level in levels]
     budget, measured = budget_of(options, key, trees)
     content = {
@@ -159,7 +191,7 @@ def draft(arguments: Sequence[str]) -> None:
         "budget": budget,
         "measured": measured,
         "samples": SAMPLES,
-        "dose": DOSE,
+        "prompts": PROMPTS,
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "power": POWER,
         "rows": sorted({budget.seeds, *((budget.needed,) if budget.needed else ())}),
@@ -212,5 +244,6 @@ def budget_of(options: Namespace, key: str, arms: Sequence[Mapping[str, Any]]) -
         raise ConfigError("how long a run takes is not known: give run_minutes=6, or runs=FOLDER with a finished run")
     given = {key: getattr(options, key) for key in ("minutes", "slots", "margin")}
     counts = {"models": len(options.model), "arms": len(arms), "formats": len({arm["quant"]["name"] for arm in arms})}
+    counts["dosed"] = max(arm["rollout"]["group_size"] * arm["aqn"]["name"].startswith("matched") for arm in arms)
     budget = Budget(**given, **counts, answers=min(map(answers_of, arms)), run_minutes=run_minutes, sd=sd)
     return budget, bool(spreads)

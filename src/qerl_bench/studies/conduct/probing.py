@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from qerl_bench.checks import require
 from qerl_bench.config import build, compose
-from qerl_bench.process.cards import visible_gpus
+from qerl_bench.process.cards import require_gpu, visible_gpus
 from qerl_bench.process.children import Child, signal_of, stop
 from qerl_bench.studies.conduct.archive import archive_probes
 from qerl_bench.studies.conduct.deadline import STOP_S, Deadline
@@ -41,13 +41,16 @@ def probe_bases(
 
     Those that are missing or incomplete are made, `slots` at a time, and all are packed into `out` after each; formats
     that cannot run here are left to another machine. Bases that could not be probed in time are left out with a
-    warning. Raises ConfigError if one of `arms`, which are to run, cannot run here, or a model cannot be read.
+    warning. Raises ConfigError if one of `arms`, which are to run, cannot run here, the GPU is not there, or a
+    model cannot be read.
     """
-    _check_models(design)
     formats = _formats_here(design, arms)
     gpus = visible_gpus()
     failed: dict[int, str] = {}
     todo = deque(base for base in design.bases if not probed(design, base, formats))
+    if todo:
+        require_gpu(design.option(design.reference, "device"))
+    _check_models(design)
     running: dict[int, tuple[int, Child]] = {}
     try:
         while (todo and deadline.left > 0) or running:

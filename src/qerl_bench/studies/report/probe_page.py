@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from matplotlib.figure import Figure
 
@@ -165,13 +166,13 @@ def extrapolations(probes: Sequence[Record]) -> str | None:
     return f"{note}\n\n{markdown_table([*heads, *names], lines)}"
 
 
-def figures(probes: Sequence[Record]) -> dict[str, Figure]:
-    """The figures of the page by name: one for each group of several units, or one over sizes of dither.
+def figures(probes: Sequence[Record]) -> dict[str, Callable[[], Figure]]:
+    """What draws the figures of the page, by name: one for each group of several units, or one over sizes of dither.
 
     None without a second format.
     """
     known = detailed(probes)
-    found = {}
+    found: dict[str, Callable[[], Figure]] = {}
     scaled = by_scale(known)
     for number, units in enumerate(() if scaled else groups(known).values()):
         first, *others = formats_of(units)
@@ -183,12 +184,16 @@ def figures(probes: Sequence[Record]) -> dict[str, Figure]:
             ]
             note = f"To {first} of the same unit, and noise to the same format without: means of {len(units)} units"
             note += f" ({', '.join(fewer)})." if fewer else "."
-            found[f"probes{number or ''}"] = in_panels(format_panels(units, others), note)
+            found[f"probes{number or ''}"] = partial(_of_formats, units, others, note)
     if scaled:
         copies = len(next(iter(scaled.values())))
         note = f"Means of {copies} copies. Right: each copy extrapolated to a file without rounding error."
-        found["probes_dither"] = in_panels(dither_panels(scaled), note)
+        found["probes_dither"] = lambda: in_panels(dither_panels(scaled), note)
     return found
+
+
+def _of_formats(units: Sequence[Record], others: Sequence[str], note: str) -> Figure:
+    return in_panels(format_panels(units, others), note)
 
 
 def format_panels(units: Sequence[Record], others: Sequence[str]) -> list[ProbePanel]:

@@ -12,7 +12,7 @@ primary contrasts has primary.md and secondary.md in the place of verdicts on cl
 three of the figures are drawn once for each arm that others are compared with. Arms with random
 rewards are not in arms.svg, whose axes they would stretch. Runs of several versions of the code are
 taken together, since no pair of runs is from two sessions. Where the study has a page, README.md in
-its folder or in the one around it, figures are written that this page shows, and others named.
+its folder or in the one around it, figures are drawn that this page shows, and others named.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, cycle
 from math import isnan, nan
 from pathlib import Path
@@ -61,8 +61,8 @@ from qerl_bench.studies.tables.markdown import markdown_table
 
 MOST_LINES = 8  # arms in one figure of lines
 SIZES = 3  # of noise, from which a figure of dose and response is drawn
-PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")  # in Markdown
 MEASURES = [ENTROPY_MEAN, REWARD_MEAN, SAMPLED]
+Drawing = Callable[[], str | Figure]  # SVG text, or a figure to save
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -72,38 +72,46 @@ def main(arguments: list[str] | None = None) -> None:
     study, out = read_study(folder), folder / "results"
     out.mkdir(exist_ok=True)
     shown, left = shown_on_page(folder), []
-    for name, made in (texts(study) | figures(study)).items():
-        file = out / (name if isinstance(made, str) else f"{name}.svg")
-        if file.suffix == ".svg" and shown is not None and file.resolve() not in shown:
-            left.append(file.name)
-        elif isinstance(made, str):
+    for name, made in contents(study).items():
+        file = out / name
+        if not isinstance(made, str):
+            if shown is not None and file.resolve() not in shown:
+                left.append(name)
+                continue
+            made = made()
+        if isinstance(made, str):
             file.write_text(made)
             print(file)
         else:
-            print(*save(made, out / name), sep="\n")
+            print(*save(made, file.with_suffix("")), sep="\n")
     if left:
-        print(f"not written, since the page of {folder} shows none of them: {', '.join(left)}")
+        print(f"not drawn, since the page of {folder} shows none of them: {', '.join(left)}")
 
 
 def shown_on_page(folder: Path) -> set[Path] | None:
     """The files of the pictures in README.md of a study's folder, or else of the one around it; None without either."""
     here = folder.resolve()
     page = next((file for place in (here, here.parent) if (file := place / "README.md").is_file()), None)
-    return page and {(page.parent / place).resolve() for place in PICTURE.findall(page.read_text())}
+    return page and pictures_on(page)
 
 
-def texts(study: Sessions) -> dict[str, str]:
-    """The files of the report that are text, by name.
+def pictures_on(page: Path) -> set[Path]:
+    """The files of the pictures that a page in Markdown shows."""
+    return {(page.parent / place).resolve() for place in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", page.read_text())}
+
+
+def contents(study: Sessions) -> dict[str, str | Drawing]:
+    """The files of the report by name: pages and tables as text, pictures as what draws them.
 
     Of a study with primary contrasts these alone have verdicts, and before the first look there is only their page.
     """
     if study.design.primary is None:
-        return _measured(study) | _verdicts(study)
+        return _measured(study) | _verdicts(study) | figures(study)
     primary, seen = {"primary.md": primary_page(study)}, at_last_look(study)
     if seen is None:
-        return primary
+        return {**primary}
     pairs = [(arm.name, control.name) for arm in seen.arms if (control := control_of(seen, arm))]
-    return primary | {"secondary.md": secondary_page(seen, pairs)} | _measured(seen)
+    return primary | {"secondary.md": secondary_page(seen, pairs)} | _measured(seen) | figures(seen)
 
 
 def _measured(study: Sessions) -> dict[str, str]:
@@ -114,16 +122,18 @@ def _measured(study: Sessions) -> dict[str, str]:
     return found | ({"probes.md": page} if page else {})
 
 
-def _verdicts(study: Sessions) -> dict[str, str]:
+def _verdicts(study: Sessions) -> dict[str, str | Drawing]:
     """The verdicts of each family of claims, and the effects behind them under other choices."""
     scope, runs, verdicts, later = judged(study)
-    found = {"claims.md": markdown({scope: verdicts}, runs), "claims.svg": svg(all_claims(verdicts, scope))}
+    found: dict[str, str | Drawing] = {"claims.md": markdown({scope: verdicts}, runs)}
+    found["claims.svg"] = lambda: svg(all_claims(verdicts, scope))
     for family, of_family in later.items():
         if any(one.verdict not in ("incomplete", "not testable here") for one in of_family):
-            found |= {f"{family}.md": page_table(of_family) + "\n", f"{family}.svg": svg(all_claims(of_family, scope))}
+            found[f"{family}.md"] = page_table(of_family) + "\n"
+            found[f"{family}.svg"] = lambda of_family=of_family: svg(all_claims(of_family, scope))
     if ways := specifications([*verdicts, *chain(*later.values())], runs, [_other(one) for one in beside(study)]):
         found["specification.csv"] = specification_table(ways).to_csv(index=False, float_format="%.6f")
-        found["specification.svg"] = svg(specification_curve(ways))
+        found["specification.svg"] = lambda: svg(specification_curve(ways))
     return found
 
 
@@ -159,35 +169,30 @@ def beside(study: Sessions) -> list[Path]:
     return [one.path.parent for one in alike if one.primary is None]
 
 
-def figures(study: Sessions) -> dict[str, Figure]:
-    """The figures of the report, by name. Arms too many for one figure of lines have one for each of their controls.
+def figures(study: Sessions) -> dict[str, Drawing]:
+    """The figures of the report, by file. Arms too many for one figure of lines have one for each of their controls.
 
-    Supervised arms sample nothing in training: they have no entropy or reward, so pass@k alone shows them. No figure
-    shows arms before the first look at primary contrasts.
+    Supervised arms sample nothing in training: they have no entropy or reward, so pass@k alone shows them.
     """
-    if study.design.primary is not None:
-        seen = at_last_look(study)
-        if seen is None:
-            return {}
-        study = seen
     sampling = [arm for arm in study.arms if study.design.option(arm, "algo")["name"] != "sft"]
     graded = [arm for arm in sampling if study.design.option(arm, "reward")["name"] == "task"]
-    drawn = {"arms": dot_plot([*plotted(study, graded, pairs=True).values()], MEASURES)}
+    drawn = {"arms": partial(dot_plot, [*plotted(study, graded, pairs=True).values()], MEASURES)}
     doses = [arm for arm in sampling if study.design.option(arm, "aqn")["name"] in ("exp", "matched")]
     if len(doses) >= SIZES and len({control.name for arm in doses if (control := control_of(study, arm))}) == 1:
-        drawn["dose"] = dose_response([*plotted(study, doses).values()])
+        drawn["dose"] = partial(dose_response, [*plotted(study, doses).values()])
     for ending, (control, *arms) in by_figure(study).items():
         levels, pairs = (plotted(study, [control, *arms], pairs=labels) for labels in (False, True))
         levels[control.name] = level = replace(levels[control.name], control=())
-        drawn[f"pass_at_k{ending}"] = pass_at_k_curves([*levels.values()])
+        drawn[f"pass_at_k{ending}"] = partial(pass_at_k_curves, [*levels.values()])
         rewarded = [arm.name for arm in arms if arm in sampling]
         treated = [arm.name for arm in arms if arm in sampling and not arm.control]
         if rewarded:
-            drawn[f"exploration{ending}"] = entropy_and_accuracy(study, [pairs[name] for name in rewarded])
-            drawn[f"curves{ending}"] = paired_curves(
-                [level, *(levels[name] for name in treated)], [pairs[name] for name in treated], [REWARD, ENTROPY]
+            drawn[f"exploration{ending}"] = partial(entropy_and_accuracy, study, [pairs[name] for name in rewarded])
+            lines = [level, *(levels[name] for name in treated)]
+            drawn[f"curves{ending}"] = partial(
+                paired_curves, lines, [pairs[name] for name in treated], [REWARD, ENTROPY]
             )
-    return drawn | probe_page.figures([*study.probes.values()])
+    return {f"{name}.svg": draw for name, draw in (drawn | probe_page.figures([*study.probes.values()])).items()}
 
 
 def by_figure(study: Sessions) -> dict[str, list[Arm]]:

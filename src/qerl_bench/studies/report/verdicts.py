@@ -8,6 +8,7 @@ and none before the first. Left out: robustness checks, and claims without an ef
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -34,6 +35,8 @@ from qerl_bench.studies.runs.settings import by_scope
 
 Record = dict[str, Any]
 DIGITS = 6  # significant ones
+EARLY = "no look at its primary contrasts yet. Its primary.md, by analysis/study_report.py, tells how far it is"
+NO_EFFECT = "its runs give no claim an effect. qerl-bench claims tells what is missing"
 
 
 def studies_in(folders: Iterable[Path]) -> dict[str, Path]:
@@ -42,6 +45,8 @@ def studies_in(folders: Iterable[Path]) -> dict[str, Path]:
     Other runs below a `data` are pilots and decide nothing. Raises ConfigError without any, or if two have one name.
     """
     found: dict[Path, str] = {}
+    for folder in folders:
+        require(folder.is_dir(), f"{folder} is not a folder: pass a study, or a folder that holds some")
     for folder in map(Path.resolve, folders):
         for file in sorted(folder.rglob(f"{SETTINGS}*")):
             packed = file.parent
@@ -59,9 +64,10 @@ def studies_in(folders: Iterable[Path]) -> dict[str, Path]:
 def verdicts_of(studies: Mapping[str, Path]) -> dict[str, Any]:
     """What claims.json holds: `studies` by name, and the records of all of them as `verdicts`.
 
-    Raises ConfigError for runs that cannot be compared.
+    stderr names the studies that have none. Raises ConfigError for runs that cannot be compared, and if none is left.
     """
     content: dict[str, Any] = {"studies": {}, "verdicts": []}
+    lacking: dict[str, str] = {}
     for study, folder in studies.items():
         packed = any(study_of(file.parent) for file in folder.glob(f"data/*/{SETTINGS}*"))
         sessions = read_once(folder) if packed or with_primary(folder) else None
@@ -75,6 +81,12 @@ def verdicts_of(studies: Mapping[str, Path]) -> dict[str, Any]:
         if records:
             content["studies"][study] = _described(folder, sessions, runs)
             content["verdicts"] += records
+        else:
+            lacking[study] = EARLY if sessions is None and with_primary(folder) else NO_EFFECT
+    said = [f"{study} has no verdict: {reason}" for study, reason in lacking.items()]
+    require(bool(content["verdicts"]), "; ".join(said))
+    for line in said:
+        print(line, file=sys.stderr)
     return content
 
 
