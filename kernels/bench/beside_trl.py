@@ -54,9 +54,9 @@ from qerl_bench.process.device import PhaseTimer, reset_peak
 from qerl_bench.process.installation import run_command
 from qerl_bench.process.terminal import log_to_stderr
 from qerl_bench.records import Prompt, Rollout
+from qerl_bench.run_setup import evaluate, prepare_device, set_up
 from qerl_bench.rundir.environment import versions
 from qerl_bench.rundir.run_dir import RunDir
-from qerl_bench.session import evaluate, prepare_device, session
 from qerl_bench.task.chat_template import texts_of
 from qerl_bench.train.update import make_optimizer, update
 
@@ -151,7 +151,7 @@ def same(words: list[str], options: argparse.Namespace) -> bool:
     cfg, folder = compose([*words, f"steps={UPDATES}"]), options.folder / "same"
     experiment = build(cfg)
     device = prepare_device(experiment.device, experiment.quant)
-    with RunDir(folder, cfg) as run, session(experiment, experiment.engine, run, device) as setup:
+    with RunDir(folder, cfg) as run, set_up(experiment, experiment.engine, run, device) as setup:
         policy, engine = setup.policy, setup.engine
         policy.save(folder)
         groups, _, _ = collect_rollouts(experiment, policy, engine, 1, PhaseTimer(device))
@@ -220,7 +220,7 @@ def run_trl(words: list[str], options: argparse.Namespace, ends: float) -> bool:
         free(device)
     with RunDir(folder / "eval", cfg) as run:
         if not run.finished:
-            with session(experiment, experiment.engine, run, device) as setup:
+            with set_up(experiment, experiment.engine, run, device) as setup:
                 evaluate(setup, 0, untrained=True)
                 setup.policy.load(folder / "trained")
                 evaluate(setup, experiment.steps)

@@ -25,7 +25,7 @@ from qerl_bench.experiment_spec import Experiment
 from qerl_bench.metrics import entropy_ratio, mean, mean_entropy, mismatch_metrics
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import ALONE, World
-from qerl_bench.process.memory import NO_MEMORY, shortage, whole_or_halves
+from qerl_bench.process.out_of_memory import NO_MEMORY, shortage, whole_or_halves
 from qerl_bench.process.progress import bar, phase
 from qerl_bench.records import Group, Prompt, Rollout
 from qerl_bench.seeding import derive

@@ -49,15 +49,15 @@ from qerl_bench.parallel import ALONE, World, largest
 from qerl_bench.process import energy
 from qerl_bench.process.children import is_child
 from qerl_bench.process.device import PhaseTimer
-from qerl_bench.process.memory import memory_for
+from qerl_bench.process.out_of_memory import memory_for
 from qerl_bench.process.progress import StepProgress, phase
 from qerl_bench.process.termination import Terminated, terminations_noted
 from qerl_bench.quant.error_decomposition import write_layers
 from qerl_bench.records import Group, numbered
+from qerl_bench.run_setup import Setup, evaluate, on_base_in, prepare_device, require_places, set_up, validate
 from qerl_bench.rundir.checkpoints import checkpoints, go_back, last_checkpoint, step_of
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.seeding import derive
-from qerl_bench.session import Setup, evaluate, on_base_in, prepare_device, require_places, session, validate
 from qerl_bench.task.graded import all_checked
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.collapse import collapse
@@ -65,8 +65,8 @@ from qerl_bench.train.data_parallel import require_equal_weights
 from qerl_bench.train.lag import Lag
 from qerl_bench.train.memory_plan import remember
 from qerl_bench.train.nonfinite import during
+from qerl_bench.train.reduced_sizes import shortages_of
 from qerl_bench.train.rollout_records import TokenColumns, kept_records
-from qerl_bench.train.shortages import shortages_of
 from qerl_bench.train.update import make_optimizer, update
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE
         experiment.check_model()
         if world.size == 1:
             run.meter(partial(energy.counter, device))
-        with session(experiment, experiment.engine, run, device, world) as setup:
+        with set_up(experiment, experiment.engine, run, device, world) as setup:
             names = experiment.quant.name, experiment.quantizer.name
             with run.replacing("layers.parquet") as file:
                 write_layers(file, setup.policy.layers, *names, setup.policy.kernels)

@@ -32,7 +32,7 @@ from qerl_bench.model.structure import NormSite, Structure, structure_of
 from qerl_bench.options.user_options import words_in_use
 from qerl_bench.process.children import Child, wait
 from qerl_bench.process.installation import run_command
-from qerl_bench.process.memory import shortage
+from qerl_bench.process.out_of_memory import shortage
 from qerl_bench.quant.activations import round_inputs
 from qerl_bench.quant.error_decomposition import LayerReport
 from qerl_bench.quant.packed_share import routers

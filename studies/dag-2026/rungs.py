@@ -23,7 +23,7 @@ from qerl_bench.checks import require
 from qerl_bench.commands.exits import guarded
 from qerl_bench.config import build, compose
 from qerl_bench.seeding import derive
-from qerl_bench.studies.conduct.probing import probed
+from qerl_bench.studies.conduct.probe_queue import probed
 from qerl_bench.studies.design.design import Design, read_design
 from qerl_bench.studies.design.limits import NO_SUCCESS, PASS_AT_1, PASS_AT_K
 from qerl_bench.studies.design.readings import Probe, pass_at

@@ -371,17 +371,17 @@ def at_home(case: Case) -> None:
 
 def refused_by_preflight(plant: Callable[[Any], None], case: Case) -> Outcome:
     def planted() -> None:
-        import qerl_bench.session as session
+        from qerl_bench import run_setup
 
         at_home(case)
-        build = session.build_policy
+        build = run_setup.build_policy
 
         def built(*arguments: Any) -> Any:
             policy = build(*arguments)
             plant(policy)
             return policy
 
-        session.build_policy = built
+        run_setup.build_policy = built
 
     _, case = own_copy(FOLDER, case)
     ended = case.attempt(planted)

@@ -561,7 +561,7 @@ def plant(place: str, value: float) -> None:
     import torch
 
     import qerl_bench.experiment as loop
-    from qerl_bench.session import Setup
+    from qerl_bench.run_setup import Setup
 
     step, batch_of = loop.train_step, loop.rollout_batch
 

@@ -65,7 +65,7 @@ def ranks(operations: Sequence[int], draw: random.Random) -> dict[str, Callable[
 
 
 CALLS = {  # module and function of the loop, which all ranks call
-    "setup": ("qerl_bench.session", "checked_engine"),
+    "setup": ("qerl_bench.run_setup", "checked_engine"),
     "an evaluation": ("qerl_bench.experiment", "evaluate"),
     "a step": ("qerl_bench.experiment", "train_step"),
     "a backward pass": ("qerl_bench.train.update", "forward_backward"),

@@ -35,8 +35,8 @@ from qerl_bench.options.fingerprint import as_dict
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.packed_share import packed_share
+from qerl_bench.run_setup import prepare_device, set_up
 from qerl_bench.rundir.run_dir import RunDir
-from qerl_bench.session import prepare_device, session
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.update import make_optimizer
 
@@ -114,7 +114,7 @@ def examine(checkpoint: Path, root: Path, quant: str, options: list[str]) -> dic
     cfg.model.id, cfg.model.name, cfg.root = str(checkpoint), checkpoint.name, str(root)
     experiment = build(cfg)
     device = prepare_device(experiment.device, experiment.quant)
-    with RunDir(experiment.run_dir, cfg) as run, session(experiment, experiment.engine, run, device) as setup:
+    with RunDir(experiment.run_dir, cfg) as run, set_up(experiment, experiment.engine, run, device) as setup:
         run_steps(setup, as_dict(cfg))
         policy = setup.policy
         check_training(run, bool(noise))

@@ -51,10 +51,10 @@ def test_wrong_weights_a_missed_norm_and_another_temperature_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checks of a cell can fail: each defect by itself, with the harness's own checks before the run left out."""
-    from qerl_bench import experiment, model_setup, session
+    from qerl_bench import experiment, model_setup, run_setup
 
     checkpoint = builds.build("llama", tmp_path / "llama")
-    monkeypatch.setattr(session, "preflight", lambda *_: {})
+    monkeypatch.setattr(run_setup, "preflight", lambda *_: {})
 
     def reason() -> str:
         found = cell.outcome("llama", "nvfp4", checkpoint, tmp_path)

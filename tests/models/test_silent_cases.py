@@ -23,8 +23,8 @@ from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import preflight
 from qerl_bench.model.structure import Structure, structure_of
 from qerl_bench.model_setup import build_policy
+from qerl_bench.run_setup import set_up
 from qerl_bench.rundir.run_dir import RunDir
-from qerl_bench.session import session
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.update import make_optimizer, update
 from tests.models import builds
@@ -281,7 +281,7 @@ def test_checks_leave_no_trace_and_are_recorded(
     cfg = compose(["device=cpu"])
 
     def state(folder: Path) -> Any:
-        with RunDir(folder, cfg) as run, session(options, options.engine, run, "cpu") as setup:
+        with RunDir(folder, cfg) as run, set_up(options, options.engine, run, "cpu") as setup:
             policy = setup.policy
             modules = dict(policy.model.named_modules())
             return (
@@ -297,7 +297,7 @@ def test_checks_leave_no_trace_and_are_recorded(
     record = json.loads((tmp_path / "checked" / "preflight.json").read_text())
     assert record["packed_share"] == 1 and record["routers"] == []
     assert len(record["norms_with_noise"]) == 4 and record["logprob_gap_float32"] < 1e-4
-    monkeypatch.setattr("qerl_bench.session.preflight", lambda *_: {})
+    monkeypatch.setattr("qerl_bench.run_setup.preflight", lambda *_: {})
     unchecked = state(tmp_path / "unchecked")
     assert checked[0] == unchecked[0] and checked[2:] == unchecked[2:]
     assert all(torch.equal(tensor, unchecked[1][name]) for name, tensor in checked[1].items())

@@ -105,9 +105,9 @@ def kill_after_training(victim: int, rank: int) -> None:
 
 
 def another_base_on_rank_1(rank: int) -> None:
-    import qerl_bench.session as session
+    from qerl_bench import run_setup
 
-    build = session.build_policy
+    build = run_setup.build_policy
 
     def build_policy(*arguments: Any) -> Any:
         policy = build(*arguments)
@@ -115,7 +115,7 @@ def another_base_on_rank_1(rank: int) -> None:
             policy.trainable[0].data.view(-1)[0] += 1e-3
         return policy
 
-    session.build_policy = build_policy
+    run_setup.build_policy = build_policy
 
 
 def test_two_ranks_make_the_record_of_one_process(evaluate: Evaluate) -> None:

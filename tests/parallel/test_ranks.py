@@ -191,9 +191,9 @@ def noting_what_it_grades(folder: Path, rank: int) -> None:
 
 
 def on(devices: list[str], rank: int) -> None:
-    import qerl_bench.session as session
+    from qerl_bench import run_setup
 
-    session.device_name = lambda wanted: devices[rank]
+    run_setup.device_name = lambda wanted: devices[rank]
 
 
 def test_two_ranks_with_exact_are_one_process_to_the_bit(alone: Path, exact: Path) -> None:

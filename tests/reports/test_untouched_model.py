@@ -35,8 +35,8 @@ from qerl_bench.model.stock import Origin
 from qerl_bench.model_setup import build_policy
 from qerl_bench.quant.export import export
 from qerl_bench.records import Prompt
+from qerl_bench.run_setup import set_up
 from qerl_bench.rundir.run_dir import RunDir
-from qerl_bench.session import session
 from tests.models import builds, cell
 
 SMALL_STATE = {"state_size": 16, "time_step_rank": 16}
@@ -218,7 +218,7 @@ def test_what_a_model_raises_is_told_in_words(experiment: Callable[..., Experime
     with (
         RunDir(tmp_path / "run", compose(["device=cpu"])) as run,
         pytest.raises(ConfigError, match=r"the trainer cannot compute model=\S+: .*dtype.*Use model\.dtype=float32"),
-        session(options, options.engine, run, "cpu"),
+        set_up(options, options.engine, run, "cpu"),
     ):
         pass
 
@@ -391,13 +391,13 @@ def test_a_large_model_is_compared_by_blocks_of_every_kind(
 def runs(
     experiment: Callable[..., Experiment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., dict[str, Any]]:
-    """preflight.json of a new session, with a cache of its own."""
+    """preflight.json of a new set-up, with a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     counter = iter(range(100))
 
     def run(options: Experiment) -> dict[str, Any]:
         path = tmp_path / f"run{next(counter)}"
-        with RunDir(path, compose(["device=cpu"])) as opened, session(options, options.engine, opened, "cpu"):
+        with RunDir(path, compose(["device=cpu"])) as opened, set_up(options, options.engine, opened, "cpu"):
             pass
         return json.loads((path / "preflight.json").read_text())
 
@@ -471,7 +471,7 @@ def test_where_a_part_of_the_key_is_missing_nothing_is_remembered(
         with monkeypatch.context() as patch:
             patch.setattr(remembered, name, value)
             assert not runs(options)["remembered"] and not runs(options)["remembered"], name
-    monkeypatch.setattr("qerl_bench.session.digest_of", lambda *_: None)
+    monkeypatch.setattr("qerl_bench.run_setup.digest_of", lambda *_: None)
     assert not runs(options)["remembered"] and not runs(options)["remembered"]
     words = ("quant=nvfp4", "quantizer=gptq", *CALIBRATION)
     assert not runs(experiment("llama", *words))["remembered"]

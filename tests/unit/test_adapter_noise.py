@@ -27,8 +27,8 @@ from qerl_bench.model.preflight import check_sites
 from qerl_bench.options.fingerprint import as_dict, fingerprint
 from qerl_bench.process.device import PhaseTimer
 from qerl_bench.quant.linear import PackedLinear
+from qerl_bench.run_setup import on_base_in
 from qerl_bench.rundir.run_checks import refuse_other_config
-from qerl_bench.session import on_base_in
 from qerl_bench.train.batch import make_batch
 
 MakePolicy = Callable[..., Policy]

@@ -29,7 +29,7 @@ from qerl_bench.process.children import Child
 from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.process.termination import Terminated
 from qerl_bench.statistics import mean_ci
-from qerl_bench.studies.conduct import probing, runner
+from qerl_bench.studies.conduct import probe_queue, runner
 from qerl_bench.studies.conduct.archive import archive_probes
 from qerl_bench.studies.conduct.deadline import Deadline
 from qerl_bench.studies.conduct.runner import Blocks, blocks_of
@@ -296,7 +296,7 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
 ) -> None:
     """Its quantizer, the place of its noise and the format of its rollouts; arms of one shape are measured once."""
     from qerl_bench.probe import rise
-    from qerl_bench.studies.conduct import probe
+    from qerl_bench.studies.conduct import probe_process
 
     arms = {
         "bf16": "",
@@ -321,11 +321,11 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
         errors = [one.relative_error for one in policy.layers.values()]
         return {"sigma": 0.1, "noisy": [*policy.noise.noisy], "trained": errors, "sampled": samplers[-1]}
 
-    real_dose = probe.dose
+    real_dose = probe_process.dose
     stand_in(rise, noisy_samples=samples)
-    stand_in(probe, answers=lambda *_: {}, dose=dose)
+    stand_in(probe_process, answers=lambda *_: {}, dose=dose)
     design = small_study(tmp_path, arms, rise=0.1)
-    probe.probe_base(design, 0, design.formats)
+    probe_process.probe_base(design, 0, design.formats)
     doses = json.loads(design.probe_file(0).read_text())["doses"]
     assert measured == ["matched"] * 5 and doses["linear"] == doses["plain"]
     assert sum(doses["mse"]["trained"]) < sum(doses["plain"]["trained"]) and sum(doses["mixed"]["trained"]) == 0
@@ -339,7 +339,7 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
 def test_arms_with_the_weights_of_their_format_share_its_policy_and_no_number_tells(
     tmp_path: Path, listen: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qerl_bench.studies.conduct import probe
+    from qerl_bench.studies.conduct import probe_process
 
     arms = {
         "bf16": "",
@@ -350,18 +350,18 @@ def test_arms_with_the_weights_of_their_format_share_its_policy_and_no_number_te
     }
     monkeypatch.chdir(tmp_path)
     design = small_study(tmp_path, arms, rise=2e-4)
-    built = listen(probe, "build_policy")
+    built = listen(probe_process, "build_policy")
 
     def found() -> dict[str, Any]:
         built.clear()
-        probe.probe_base(design, 0, design.formats)
+        probe_process.probe_base(design, 0, design.formats)
         record = json.loads(design.probe_file(0).read_text())
         design.probe_file(0).unlink()
         return record
 
     shared = found()
     assert [f"{one.quant.name} {one.quantizer.name}" for one, *_ in built] == ["bf16 rtn", "nvfp4 rtn", "nvfp4 mse"]
-    monkeypatch.setattr(probe, "weights_key", lambda experiment: str(id(experiment)))
+    monkeypatch.setattr(probe_process, "weights_key", lambda experiment: str(id(experiment)))
     assert found() == shared and len(built) == 6
     assert min(shared["doses"][arm]["sigma"] for arm in ("mixed", "plain", "adapters")) > 0
 
@@ -607,9 +607,9 @@ def test_runs_are_stopped_when_the_time_is_up(tmp_path: Path) -> None:
 def test_a_format_that_cannot_run_here_is_refused_before_any_base_is_made(
     design: Design, listen: Callable[..., list[Any]]
 ) -> None:
-    started = listen(probing, "start_probe")
+    started = listen(probe_queue, "start_probe")
     with pytest.raises(ConfigError, match=r"arm nf4 .*pip install .*bitsandbytes.*tiers= leaves it out, which is of 2"):
-        probing.probe_bases(design, [], 2, Deadline(10), design.arms)
+        probe_queue.probe_bases(design, [], 2, Deadline(10), design.arms)
     assert not started
 
 
@@ -630,7 +630,7 @@ def test_a_format_that_only_another_tier_needs_may_be_lacking(
         file.write_text(json.dumps(record))
         return Child([sys.executable, "-c", ""], environment)
 
-    monkeypatch.setattr(probing, "start_probe", start_probe)
+    monkeypatch.setattr(probe_queue, "start_probe", start_probe)
     study.main([str(STUDY), "bases=0,1", "tiers=1", "out=out"])
     assert len(started) == 2 * 2 * sum(arm.tier == 1 for arm in design.arms)
     results = {one["gate"]: one for one in json.loads(Path("out", "gates.json").read_text())["gates"]}
@@ -663,8 +663,8 @@ def test_a_failed_probe_is_told_and_one_without_time_too(
             )
         return Child([sys.executable, "-c", "exit(3)" if base == 1 else "import time; time.sleep(600)"], environment)
 
-    stand_in(probing, start_probe=start_probe, probed=lambda *_: False)
-    records, failed = probing.probe_bases(replace(design, bases=(1, 0, 2)), [], 1, deadline, design.arms)
+    stand_in(probe_queue, start_probe=start_probe, probed=lambda *_: False)
+    records, failed = probe_queue.probe_bases(replace(design, bases=(1, 0, 2)), [], 1, deadline, design.arms)
     assert records == [] and len(failed) == 1 and "base 1: exit code 3" in failed[0] and "probe-1.log" in failed[0]
     told = [record.getMessage() for record in caplog.records if "no time" in record.getMessage()]
     assert "base 0: step 412/500  loss 1.3  left 0:33 (" in told[0] and "probe-0.log" in told[0]

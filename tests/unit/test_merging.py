@@ -25,7 +25,7 @@ from qerl_bench.model_setup import build_policy
 from qerl_bench.options.fingerprint import fingerprint, scientific
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.packed_checkpoint import read_packed
-from qerl_bench.session import on_base_in
+from qerl_bench.run_setup import on_base_in
 from qerl_bench.train.recorded_passes import why_not
 from tests.short_runs import steps_of
 from tests.weight_formats import FORMATS

@@ -22,8 +22,8 @@ from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import build_policy
 from qerl_bench.process.device import PhaseTimer
 from qerl_bench.records import Group, Prompt, Reward, Rollout
+from qerl_bench.run_setup import Setup
 from qerl_bench.rundir.run_dir import RunDir
-from qerl_bench.session import Setup
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.lag import Lag
 from qerl_bench.train.update import make_optimizer

@@ -77,7 +77,7 @@ def test_a_run_ends_with_one_message_that_says_when(
     evaluation: str,
     where: str,
 ) -> None:
-    monkeypatch.setattr("qerl_bench.session.build_policy", lambda *given: poisoned(build_policy(*given)))
+    monkeypatch.setattr("qerl_bench.run_setup.build_policy", lambda *given: poisoned(build_policy(*given)))
     cfg = make_config("quant=nvfp4", "train.on_nonfinite=skip", evaluation, f"root={tmp_path}", "name=broken")
     with pytest.raises(SystemExit) as end, exit_in_words("stopped"):
         run_experiment(build(cfg), cfg)

@@ -18,7 +18,7 @@ from qerl_bench.config import build
 from qerl_bench.experiment import collect_rollouts, run_experiment
 from qerl_bench.model_setup import build_policy
 from qerl_bench.process.device import PhaseTimer
-from qerl_bench.session import on_base_in
+from qerl_bench.run_setup import on_base_in
 from qerl_bench.studies.runs.load import load_run
 from tests.short_runs import killed_in_step
 

@@ -250,7 +250,7 @@ def test_trainer_and_sampler_round_apart(make_config: Callable[..., Any], tmp_pa
 
 
 def test_the_sampler_is_the_policy_that_rounds_so(make_experiment: Any, make_policy: Any) -> None:
-    from qerl_bench.session import on_base_in
+    from qerl_bench.run_setup import on_base_in
 
     ids = torch.arange(24).reshape(2, 12) % 97
 

@@ -23,10 +23,9 @@ from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import World
 from qerl_bench.process import gpu_share
 from qerl_bench.process.device import random_state, set_random_state
-from qerl_bench.process.memory import NO_MEMORY, memory_for
+from qerl_bench.process.out_of_memory import NO_MEMORY, memory_for
 from qerl_bench.records import Prompt
-from qerl_bench.train import memory_plan, recorded_passes
-from qerl_bench.train import shortages as kept_small
+from qerl_bench.train import memory_plan, recorded_passes, reduced_sizes
 from qerl_bench.train import update as module
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.recorded_passes import PaddedInputs, RecordedPasses, least_tokens, rows_that_fit
@@ -230,7 +229,7 @@ def test_what_was_planned_is_tried_again_after_some_steps(
 ) -> None:
     """Two steps after the first shortage, four after the second, eight after the third, in the middle of these."""
     caplog.set_level("INFO", logger="qerl_bench")
-    monkeypatch.setattr(kept_small, "FIRST_WAIT", 2)
+    monkeypatch.setattr(reduced_sizes, "FIRST_WAIT", 2)
     policy, experiment = make_policy(), make_experiment("train.micro_batch_tokens=80")
     optimizer, made = module.make_optimizer(policy, experiment.optim), []
     for step in range(1, 17):
@@ -246,19 +245,19 @@ def test_what_was_planned_is_tried_again_after_some_steps(
 
 
 def test_a_checkpoint_keeps_what_shortages_have_come_to() -> None:
-    kept, again = kept_small.Shortages(step=3), kept_small.Shortages()
+    kept, again = reduced_sizes.Shortages(step=3), reduced_sizes.Shortages()
     kept.size.shrink({"tokens": 40, "recorded": False}, 3)
     kept.limits.shrink({"rows": 4}, 2)
     kept.limits.shrink({"rows": 2}, 3)
     again.restore(json.loads(json.dumps(kept.state())))
     assert (again.size, again.limits) == (kept.size, kept.limits) and again.limits.last == 23
     again.restore(None)
-    assert again == kept_small.Shortages()
+    assert again == reduced_sizes.Shortages()
 
 
 def test_ranks_agree_about_the_latest_shortage() -> None:
     limits = [
-        kept_small.Reduced({"rows": rows}, step, wait) for rows, step, wait in ((8, 3, 10), (2, 5, 20), (4, 5, 10))
+        reduced_sizes.Reduced({"rows": rows}, step, wait) for rows, step, wait in ((8, 3, 10), (2, 5, 20), (4, 5, 10))
     ]
 
     class Three(World):
@@ -266,7 +265,7 @@ def test_ranks_agree_about_the_latest_shortage() -> None:
             return limits
 
     for own in limits:
-        found = kept_small.Shortages(limits=own)
+        found = reduced_sizes.Shortages(limits=own)
         found.agree(Three())
         assert found.limits == limits[1]
 
@@ -454,7 +453,7 @@ def test_completions_are_the_same_with_fewer_rows(
 
 def test_the_configured_rows_are_tried_again_after_some_steps(policy: Policy, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="qerl_bench")
-    engine, state = _engine(policy, True, 8), kept_small.shortages_of(policy)
+    engine, state = _engine(policy, True, 8), reduced_sizes.shortages_of(policy)
     found = []
     for step in range(1, 13):
         state.begin(step)

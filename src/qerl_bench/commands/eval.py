@@ -220,7 +220,7 @@ def reevaluate(
     check_checkpoint(checkpoint)
 
     from qerl_bench.eval.trained_on import without_trained
-    from qerl_bench.session import evaluate, prepare_device, require_places, session
+    from qerl_bench.run_setup import evaluate, prepare_device, require_places, set_up
     from qerl_bench.train.data_parallel import require_equal_weights
 
     asked, trained_on = without_trained(protocol.task, getattr(protocol.eval, "questions", None), trained.task)
@@ -232,7 +232,7 @@ def reevaluate(
         if world.from_first(lambda: record.finished):
             log.info("evaluated before (delete the folder to repeat it)")
             return
-        with session(trained, protocol.engine, record, device, world) as setup:
+        with set_up(trained, protocol.engine, record, device, world) as setup:
             evaluated = setup._replace(experiment=protocol)
             require_equal_weights(setup.policy.model, world)
             evaluate(evaluated, 0, trained_on)

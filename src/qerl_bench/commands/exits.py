@@ -17,7 +17,7 @@ from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.options.suggestions import unread
 from qerl_bench.parallel import ERROR_FILE, tell_torchrun
 from qerl_bench.process.arguments import wrap_lines
-from qerl_bench.process.memory import shortage
+from qerl_bench.process.out_of_memory import shortage
 from qerl_bench.process.terminal import lasting_output
 from qerl_bench.process.termination import Terminated, terminations_raise
 from qerl_bench.rundir.disk_errors import deleted_folder, failure

@@ -115,7 +115,7 @@ def merge(run_dir: Path, words: list[str]) -> str:
 
         from qerl_bench.model.merged_checkpoint import export_merged
         from qerl_bench.model_setup import base_checkpoint, build_policy
-        from qerl_bench.session import prepare_device
+        from qerl_bench.run_setup import prepare_device
 
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
     policy = build_policy(experiment, base, prepare_device(experiment.device, experiment.quant))
@@ -162,7 +162,7 @@ def merge_rounded(run_dir: Path, words: list[str]) -> str:
         from qerl_bench.model_setup import base_checkpoint, build_policy
         from qerl_bench.probe.merging_cost import in_words, merging_cost
         from qerl_bench.quant.export import export
-        from qerl_bench.session import prepare_device
+        from qerl_bench.run_setup import prepare_device
 
     device = prepare_device(experiment.device, merged_into)
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)

@@ -19,7 +19,7 @@ from qerl_bench.checks import TrainingStopped, require
 from qerl_bench.process.mps import side_by_side
 from qerl_bench.process.terminal import log_to_stderr
 from qerl_bench.studies.conduct.archive import archive_probes
-from qerl_bench.studies.conduct.probing import probe_bases
+from qerl_bench.studies.conduct.probe_queue import probe_bases
 from qerl_bench.studies.conduct.runner import gates_so_far, parsed, parser_of, prepared
 from qerl_bench.studies.design.gates import blocked, gates, override, render, to_json
 from qerl_bench.studies.design.looks import seen_runs

@@ -31,7 +31,7 @@ from qerl_bench.rundir.checkpoints import is_finished
 from qerl_bench.studies.conduct.accountable import account_for_changes
 from qerl_bench.studies.conduct.deadline import Deadline
 from qerl_bench.studies.conduct.draft import draft
-from qerl_bench.studies.conduct.probing import probe_bases
+from qerl_bench.studies.conduct.probe_queue import probe_bases
 from qerl_bench.studies.conduct.runner import Blocks, archive, blocks_of, gates_so_far, parsed, parser_of, prepared
 from qerl_bench.studies.design.design import Design
 from qerl_bench.studies.design.gates import Result, blocked, override, render

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from qerl_bench.checks import require
-from qerl_bench.process.memory import whole_or_halves
+from qerl_bench.process.out_of_memory import whole_or_halves
 from qerl_bench.process.progress import phase
 from qerl_bench.records import Rollout
 

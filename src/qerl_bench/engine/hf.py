@@ -20,11 +20,11 @@ from qerl_bench.checks import TrainingStopped, check_fields, count, flag, number
 from qerl_bench.engine.base import RolloutEngine, Sampling, exact_lengths, make_rollouts, require_room
 from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.process.gpu_share import release
-from qerl_bench.process.memory import NO_MEMORY, shortage
+from qerl_bench.process.out_of_memory import NO_MEMORY, shortage
 from qerl_bench.process.progress import COMPLETIONS, phase
 from qerl_bench.records import Prompt, Rollout, numbered
 from qerl_bench.seeding import derive
-from qerl_bench.train.shortages import Reduced, shortages_of
+from qerl_bench.train.reduced_sizes import Reduced, shortages_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -23,7 +23,7 @@ from qerl_bench.model.policy import Policy
 from qerl_bench.model.stock import Origin, stock_model
 from qerl_bench.model.structure import probe_ids
 from qerl_bench.process.gpu_share import release
-from qerl_bench.process.memory import shortage
+from qerl_bench.process.out_of_memory import shortage
 from qerl_bench.records import Prompt
 from qerl_kernels.sampling import draw, uniforms
 

@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 from qerl_bench.checks import require
 from qerl_bench.model.lm_head import decoder_of
 from qerl_bench.model.policy import Policy
-from qerl_bench.process.memory import shortage
+from qerl_bench.process.out_of_memory import shortage
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.packed_config import quantization_config

@@ -20,8 +20,8 @@ from qerl_bench.probe.answers import asked_at, numbers, table
 from qerl_bench.probe.measure import Reference, Wanted, measure
 from qerl_bench.probe.rise import sigma_of_rise
 from qerl_bench.process.progress import phase
+from qerl_bench.run_setup import prepare_device
 from qerl_bench.rundir.environment import environment
-from qerl_bench.session import prepare_device
 from qerl_bench.task.grader.extract import ANSWER_FORMATS
 from qerl_bench.task.prompt_task import PromptTask
 

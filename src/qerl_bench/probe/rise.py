@@ -10,8 +10,8 @@ from qerl_bench.experiment_spec import Experiment
 from qerl_bench.metrics import mean_entropy
 from qerl_bench.model.policy import Policy
 from qerl_bench.probe.bisection import find_sigma
+from qerl_bench.run_setup import on_base_in
 from qerl_bench.seeding import derive
-from qerl_bench.session import on_base_in
 
 START = 0.1  # sigma that is tried first
 

@@ -13,7 +13,7 @@ import torch
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.process.cards import no_gpu
-from qerl_bench.process.memory import memory_for
+from qerl_bench.process.out_of_memory import memory_for
 from qerl_bench.process.progress import phase
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_bench.checks import ConfigError, require
-from qerl_bench.process.memory import shortage
+from qerl_bench.process.out_of_memory import shortage
 from qerl_bench.quant.foreign_config import checked_config
 from qerl_bench.rundir.disk_errors import failure
 

@@ -19,7 +19,7 @@ from qerl_bench.process.children import Child, signal_of, stop
 from qerl_bench.process.failure import reason_of, size_of
 from qerl_bench.process.gpu_share import RUNS_ON_GPU, neighbours
 from qerl_bench.process.installation import run_command
-from qerl_bench.process.memory import NO_MEMORY
+from qerl_bench.process.out_of_memory import NO_MEMORY
 from qerl_bench.process.progress import duration, phase
 from qerl_bench.rundir.checkpoints import is_finished
 from qerl_bench.rundir.locks import TELL_EVERY_S, WAIT_LIMIT_S, holder

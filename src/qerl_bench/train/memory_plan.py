@@ -3,7 +3,7 @@
 Two small passes are measured, forward and backward at the length of the longest sequence, in the place of a model of
 every architecture's memory. What was found and chosen is in memory.json of the run, which a continued run reads, so
 that it makes the same micro-batches. A shortage first ends the recording of passes, then halves the micro-batches, for
-some steps (`shortages.py`).
+some steps (`reduced_sizes.py`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from qerl_bench.checks import TrainingStopped
 from qerl_bench.model.policy import Policy
 from qerl_bench.process.device import peak_bytes
 from qerl_bench.process.gpu_share import free_bytes, release
-from qerl_bench.process.memory import shortage
+from qerl_bench.process.out_of_memory import shortage
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.train.recorded_passes import POOL_SPARE, least_tokens
-from qerl_bench.train.shortages import shortages_of
+from qerl_bench.train.reduced_sizes import shortages_of
 from qerl_bench.train.spec import TrainSpec
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from qerl_bench.train.nonfinite import NonFiniteError, first_in_forward
 from qerl_bench.train.objective import objective
 from qerl_bench.train.recorded_passes import RecordedPasses
 from qerl_bench.train.rollout_records import TokenColumns
-from qerl_bench.train.specs import Specs
+from qerl_bench.train.spec import Specs
 
 
 @dataclass

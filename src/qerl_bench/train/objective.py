@@ -6,7 +6,7 @@ import torch
 
 from qerl_bench.algo.base import LossInputs
 from qerl_bench.algo.loss import step_loss
-from qerl_bench.train.specs import Specs
+from qerl_bench.train.spec import Specs
 
 
 def objective(

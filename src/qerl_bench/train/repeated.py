@@ -13,13 +13,12 @@ from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import World
 from qerl_bench.process.device import random_state, set_random_state
 from qerl_bench.process.gpu_share import release
-from qerl_bench.process.memory import NO_MEMORY, shortage
+from qerl_bench.process.out_of_memory import NO_MEMORY, shortage
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.train.memory_plan import FILE, Size
 from qerl_bench.train.recorded_passes import RecordedPasses
-from qerl_bench.train.shortages import shortages_of
-from qerl_bench.train.spec import TrainSpec
-from qerl_bench.train.specs import Specs
+from qerl_bench.train.reduced_sizes import shortages_of
+from qerl_bench.train.spec import Specs, TrainSpec
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

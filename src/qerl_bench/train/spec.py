@@ -1,10 +1,18 @@
-"""The plain options of training: how much to sample, how AdamW steps, how to train on a batch, what to keep."""
+"""The plain options of training: how much to sample, how AdamW steps, how to train on a batch, what to keep.
+
+And which specs of a run its training reads.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
+from qerl_bench.algo.base import Algorithm
+from qerl_bench.algo.importance_sampling import ImportanceSampling
+from qerl_bench.algo.kl import KLPenalty
+from qerl_bench.aqn.spec import NoiseSpec
 from qerl_bench.checks import (
     at_most,
     check_fields,
@@ -20,6 +28,8 @@ from qerl_bench.checks import (
     temperature,
     text,
 )
+from qerl_bench.lora.base import Adapter
+from qerl_bench.parallel import ParallelSpec
 from qerl_bench.quant.base import ACTIVATIONS
 
 MAX_UPDATES = 1_000  # on one batch
@@ -131,3 +141,30 @@ class CheckpointSpec:
 
     def __post_init__(self) -> None:
         check_fields(self, "checkpoints", keep=optional(count()))
+
+
+class Specs(Protocol):
+    """The specs that updates and their passes read; an `Experiment` has them, and more."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def algo(self) -> Algorithm: ...
+    @property
+    def kl(self) -> KLPenalty: ...
+    @property
+    def importance_sampling(self) -> ImportanceSampling: ...
+    @property
+    def noise(self) -> NoiseSpec: ...
+    @property
+    def lora(self) -> Adapter: ...
+    @property
+    def rollout(self) -> RolloutSpec: ...
+    @property
+    def optim(self) -> OptimSpec: ...
+    @property
+    def train(self) -> TrainSpec: ...
+    @property
+    def parallel(self) -> ParallelSpec: ...

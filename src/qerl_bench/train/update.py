@@ -29,7 +29,7 @@ from qerl_bench.model.lm_head import require_logprobs
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.process.device import bf16_matmuls, tf32_matmuls
-from qerl_bench.process.memory import memory_for
+from qerl_bench.process.out_of_memory import memory_for
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.seeding import derive
 from qerl_bench.train.batch import Batch
@@ -39,11 +39,10 @@ from qerl_bench.train.micro_batches import MicroBatch, carry_over, sample_measur
 from qerl_bench.train.micro_pass import MicroBatchResult, forward_backward, loss_error, to_host
 from qerl_bench.train.nonfinite import NonFiniteError, dump, first_in_backward
 from qerl_bench.train.recorded_passes import RecordedPasses, recorded_passes
+from qerl_bench.train.reduced_sizes import shortages_of
 from qerl_bench.train.repeated import repeated_smaller
 from qerl_bench.train.rollout_records import TokenColumns
-from qerl_bench.train.shortages import shortages_of
-from qerl_bench.train.spec import OptimSpec, TrainSpec
-from qerl_bench.train.specs import Specs
+from qerl_bench.train.spec import OptimSpec, Specs, TrainSpec
 
 log = logging.getLogger(__name__)
 BETA1 = 0.9  # of AdamW

@@ -23,7 +23,7 @@ from qerl_bench.model.context import longest_context
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.token_ids import require_rows
 from qerl_bench.parallel import ALONE, World
-from qerl_bench.process.memory import whole_or_halves
+from qerl_bench.process.out_of_memory import whole_or_halves
 from qerl_bench.records import RENDERED, Message, Prompt, Rollout
 from qerl_bench.task.chat_template import plain_ids
 from qerl_bench.train.batch import make_batch

@@ -1,4 +1,4 @@
-"""Measures the bases of a study that were not measured yet, several at a time (probe.py), until a deadline."""
+"""Measures the bases of a study that were not measured yet, several at a time (probe_process.py), until a deadline."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def start_probe(
     command = [
         sys.executable,
         "-m",
-        "qerl_bench.studies.conduct.probe",
+        "qerl_bench.studies.conduct.probe_process",
         str(design.path),
         str(base),
         ",".join(formats),

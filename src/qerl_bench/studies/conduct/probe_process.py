@@ -1,6 +1,6 @@
 """Measures one base before any arm is trained: its answers in every weight format, and the noise of each arm's dose.
 
-    python -m qerl_bench.studies.conduct.probe STUDY.yaml BASE FORMAT[,FORMAT] [word ...]
+    python -m qerl_bench.studies.conduct.probe_process STUDY.yaml BASE FORMAT[,FORMAT] [word ...]
 
 A process of its own for each base, which pretrains the base, or converts the copy of a GGUF file, first if nobody has.
 The results, which later calls only complete, are in probes/ below root.
@@ -30,10 +30,10 @@ from qerl_bench.probe.answers import asked_at, numbers
 from qerl_bench.probe.measure import Reference, Wanted, measure, questions_scored
 from qerl_bench.probe.rise import sigma_of_rise
 from qerl_bench.process.children import end_with_parent
+from qerl_bench.run_setup import prepare_device
 from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.rundir.environment import environment, versions
 from qerl_bench.seeding import derive
-from qerl_bench.session import prepare_device
 from qerl_bench.studies.design.design import Design, read_design
 
 ANSWERS = "answers"

@@ -36,13 +36,13 @@ from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.process.device import device_name, multiplies_bf16, resolve_device
 from qerl_bench.process.gpu_share import keep_to_share
-from qerl_bench.process.memory import memory_for
+from qerl_bench.process.out_of_memory import memory_for
 from qerl_bench.process.progress import phase
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.seeding import derive
 from qerl_bench.train.nonfinite import during
-from qerl_bench.train.shortages import shortages_of
+from qerl_bench.train.reduced_sizes import shortages_of
 
 log = logging.getLogger(__name__)
 # What preflight.json has of the comparisons with the untouched model.
@@ -112,7 +112,7 @@ def require_places(experiment: Experiment, world: World, trains: bool = True) ->
 
 
 @contextmanager
-def session(
+def set_up(
     experiment: Experiment, engine: EngineSpec, run: RunDir, device: str, world: World = ALONE
 ) -> Iterator[Setup]:
     """The untrained policy of `experiment` and an engine that samples from it, with all ranks of `world`.
