@@ -19,6 +19,7 @@ from qerl_bench.commands.eval import main
 from qerl_bench.config import build
 from qerl_bench.experiment import run_experiment
 from qerl_bench.process.arguments import WIDTH
+from qerl_bench.rundir.finished_run import stored_config
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 
@@ -191,7 +192,7 @@ def test_a_folder_without_a_finished_run_is_refused_with_a_remedy(finished: Path
 
 
 def test_the_name_tells_protocols_apart(finished: Path) -> None:
-    stored = again.stored_config(finished)
+    stored = stored_config(finished)
     names = [
         again.evaluation_name(again.apply_overrides(stored, words.split()))
         for words in ("eval.k=1", "eval.k=2", "eval.k=1.0", "device=cpu eval.k=1", "device=auto eval.k=1", "seed=5")

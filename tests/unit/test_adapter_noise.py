@@ -13,7 +13,6 @@ import torch
 from omegaconf import OmegaConf
 
 from qerl_bench.checks import ConfigError, TrainingStopped
-from qerl_bench.commands.eval import with_later_keys
 from qerl_bench.dose import curve
 from qerl_bench.engine import hf_reference
 from qerl_bench.engine.base import Sampling
@@ -28,6 +27,7 @@ from qerl_bench.options.fingerprint import as_dict, fingerprint
 from qerl_bench.process.device import PhaseTimer
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.run_setup import on_base_in
+from qerl_bench.rundir.finished_run import with_later_keys
 from qerl_bench.rundir.run_checks import refuse_other_config
 from qerl_bench.train.batch import make_batch
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.commands.eval import with_later_keys
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.options.fingerprint import as_dict, fingerprint
 from qerl_bench.records import Prompt
+from qerl_bench.rundir.finished_run import with_later_keys
 from qerl_bench.task.arithmetic import Arithmetic
 from qerl_bench.task.generated import GeneratedTask
 from qerl_bench.task.grader.extract import answer_block, well_formed

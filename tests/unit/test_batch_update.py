@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.commands.eval import with_later_keys
 from qerl_bench.config import build, compose
 from qerl_bench.experiment import demonstration_batch
 from qerl_bench.options.fingerprint import as_dict, fingerprint
 from qerl_bench.records import Demonstration
+from qerl_bench.rundir.finished_run import with_later_keys
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.update import make_optimizer, update
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.commands.eval import with_later_keys
 from qerl_bench.config import compose
 from qerl_bench.engine import hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
@@ -19,6 +18,7 @@ from qerl_bench.engine.sampler import Sampler
 from qerl_bench.model.policy import Policy
 from qerl_bench.options.fingerprint import as_dict, fingerprint
 from qerl_bench.quant.linear import PackedLinear
+from qerl_bench.rundir.finished_run import with_later_keys
 from qerl_bench.train.batch import make_batch
 from qerl_kernels import decode as decode_kernels
 from qerl_kernels.decode_configs import MMA_V2, WGMMA

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.commands.eval import without_training
 from qerl_bench.commands.export import main as export
 from qerl_bench.config import build
 from qerl_bench.engine.merged import MergingEngine
@@ -26,6 +25,7 @@ from qerl_bench.options.fingerprint import fingerprint, scientific
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.packed_checkpoint import read_packed
 from qerl_bench.run_setup import on_base_in
+from qerl_bench.rundir.finished_run import without_training
 from qerl_bench.train.recorded_passes import why_not
 from tests.short_runs import steps_of
 from tests.weight_formats import FORMATS

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.commands.eval import without_training
 from qerl_bench.config import build, compose
 from qerl_bench.engine.recordable import eager_reason
 from qerl_bench.model.block import FusedBlock
@@ -22,6 +21,7 @@ from qerl_bench.options.fingerprint import ADDED_LATER, fingerprint, scientific
 from qerl_bench.quant.activations import REASON, Rounding, round_inputs
 from qerl_bench.quant.base import ACTIVATIONS
 from qerl_bench.quant.linear import PackedLinear, pack_linear
+from qerl_bench.rundir.finished_run import without_training
 from qerl_bench.train.recorded_passes import why_not
 from qerl_kernels.activations import KINDS, round_blocks
 from tests.short_runs import steps_of

@@ -12,12 +12,13 @@ import pandas as pd
 import pytest
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.commands.eval import main, stored_config
+from qerl_bench.commands.eval import main
 from qerl_bench.config import build
 from qerl_bench.eval.validation import best_step, reduced, spacing
 from qerl_bench.experiment import run_experiment
 from qerl_bench.options.fingerprint import fingerprint
 from qerl_bench.rundir.checkpoints import checkpoints
+from qerl_bench.rundir.finished_run import stored_config
 from qerl_bench.rundir.run_checks import check_run_dir
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.seeding import derive

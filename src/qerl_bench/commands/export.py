@@ -26,7 +26,6 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from qerl_bench.checks import naming, one_of, require
-from qerl_bench.commands.eval import chosen_checkpoint, stored_config, without_training
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.base import source_of
@@ -40,6 +39,7 @@ from qerl_bench.process.terminal import log_to_stderr
 from qerl_bench.quant.packed_config import config_entry
 from qerl_bench.rundir.checkpoints import check_checkpoint
 from qerl_bench.rundir.durable import check_new_folder
+from qerl_bench.rundir.finished_run import chosen_checkpoint, stored_config, without_training
 
 FORMATS = "fp8|int8|int4|nvfp4|mxfp4|nf4"
 USAGE = f"usage: qerl-bench export model=PATH_OR_ID quant={FORMATS} out=DIR [option=value ...]"
