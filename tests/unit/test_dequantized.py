@@ -23,6 +23,7 @@ from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.train.batch import make_batch
 from qerl_kernels import decode as decode_kernels
 from qerl_kernels.decode_configs import MMA_V2, WGMMA
+from tests.failing import failing, shortages
 
 QUESTIONS = ("7+5=?", "1", "12+34-5=?", "")
 SAMPLES = 4
@@ -125,30 +126,18 @@ def test_a_small_rollout_in_large_buffers_needs_none_unless_all_rows_are_compute
     assert made == [True, invariant]
 
 
-def test_what_ends_a_rollout_frees_the_copies(
-    policy: Policy, listen: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ends_a_rollout_frees_the_copies(policy: Policy, listen: Callable[..., Any]) -> None:
     sampler = Sampler(policy, Limits(rows=8, dequantized_gib=1.0))
     made = listen(Dequantized, "make")
-    monkeypatch.setattr(hf_graph.Decoding, "_advance", lambda self, size: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
+    with failing(hf_graph.Decoding, "_advance", KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         _decoded(sampler)
     ((copies, _),) = made
     assert copies.layers and not any(layer._kept for layer in copies.layers) and sampler.kept is None
 
 
-def test_no_memory_for_them_is_explained(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = PackedLinear.keep_operand
-    calls: list[int] = []
-
-    def full(self: PackedLinear, memory: torch.Tensor) -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            raise torch.OutOfMemoryError
-        room(self, memory)
-
-    monkeypatch.setattr(PackedLinear, "keep_operand", full)
-    with pytest.raises(ConfigError, match=r"16 bits while sampling; make engine\.dequantized_gib smaller"):
+def test_no_memory_for_them_is_explained(policy: Policy) -> None:
+    explained = pytest.raises(ConfigError, match=r"16 bits while sampling; make engine\.dequantized_gib smaller")
+    with shortages(PackedLinear, "keep_operand", 3), explained:
         _decoded(Sampler(policy, Limits(rows=8, dequantized_gib=1.0)))
     assert not any(layer._kept for layer in _packed(policy))
 

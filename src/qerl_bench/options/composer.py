@@ -159,7 +159,7 @@ def _composed(choices: tuple[str, ...], read: dict[Any, bytes]) -> tuple[bytes, 
         loader = GlobalHydra.instance().config_loader()
         loader.repository = ReadOnce(loader.repository, read)  # type: ignore[attr-defined]  # an IConfigLoader
         try:
-            cfg = hydra_compose("run", overrides=list(choices), return_hydra_config=True)
+            cfg = hydra_compose("run", list(choices), return_hydra_config=True)
         except ValueError as error:  # what Hydra raises for quant=5 and =5
             search_path, others = user_options.split_search_path(choices)
             folders = search_folders(hydra_compose("run", search_path, return_hydra_config=True).hydra.runtime)
