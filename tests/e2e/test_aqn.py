@@ -24,7 +24,7 @@ TINY = [
     "model.heads=2",
     "model.kv_heads=1",
     "model.intermediate_size=64",
-    "task.max_completion_tokens=4",
+    "task.max_completion_tokens=8",
     "lora.rank=4",
 ]
 MEASURED = re.compile(r"^(time|time/.*|speed/.*|memory/.*)$")
