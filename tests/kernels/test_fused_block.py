@@ -12,7 +12,7 @@ import torch
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.engine.hf_reference import prefill
-from qerl_bench.model import attention, kernels
+from qerl_bench.model import kernels
 from qerl_bench.model.attention import NAME as OWN_ATTENTION
 from qerl_bench.model.block import MODEL_TYPES, FusedBlock, fuse_blocks, without_fused_blocks
 from qerl_bench.model.kernels import LoRALinear, adapters_cast_to, fuse_linears, why_not_fused_blocks
@@ -124,7 +124,7 @@ def test_a_block_that_is_given_a_cache_fills_it(policy_of: Callable[..., Any]) -
 
 @pytest.mark.parametrize("architecture", MODEL_TYPES)
 def test_a_shared_prompt_changes_rounding_only(
-    policy_of: Callable[..., Any], architecture: str, monkeypatch: pytest.MonkeyPatch
+    policy_of: Callable[..., Any], architecture: str, attend: Callable[[str], None]
 ) -> None:
     """Over modules and written out, of prompts of one token, within a window and beyond it."""
     policy = policy_of(architecture)
@@ -134,9 +134,8 @@ def test_a_shared_prompt_changes_rounding_only(
         for prompt in (1, 3, 11):
             wanted = _computed(policy, prompt=prompt)
             for backend in ("padded", "masked"):
-                with monkeypatch.context() as patch:
-                    patch.setattr(attention, "packed_backend", lambda *_, backend=backend: backend)
-                    _same(_computed(policy, prompt=prompt, shares=True), wanted)
+                attend(backend)
+                _same(_computed(policy, prompt=prompt, shares=True), wanted)
 
 
 def test_kernels_train_as_the_reference(policy_of: Callable[..., Any], interpreter: None) -> None:

@@ -65,7 +65,9 @@ def _own(model: Any, temperature: float = 1.0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", known())
-def test_the_trainer_computes_the_models_own_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainer_computes_the_models_own_logits(
+    name: str, attend: Callable[[str], None], listen: Callable[..., list[Any]]
+) -> None:
     """Over the whole vocabulary, with padding and, where layers allow it, without; sequences exceed the window."""
     model, batch = _model(name), _batch()
     predicts = batch.mask.roll(-1, dims=1)
@@ -80,11 +82,11 @@ def test_the_trainer_computes_the_models_own_logits(name: str, monkeypatch: pyte
             found = head(hidden).float().log_softmax(-1)
             torch.testing.assert_close(found, wanted, rtol=0, atol=ROUNDING)
         if can_pack:  # the reference of attention without padding, which gets the windows that flash gets
-            seen = []
-            monkeypatch.setattr(attention, "packed_backend", lambda *_: seen.append(1) or "masked")
+            attend("masked")
+            asked = listen(attention, "packed_backend")
             hidden = hidden_states(model, batch.input_ids, batch.mask, predicts, True)
             torch.testing.assert_close(head(hidden).float().log_softmax(-1), wanted, rtol=0, atol=ROUNDING)
-            assert len(seen) == decoder_of(model).config.num_hidden_layers
+            assert len(asked) == decoder_of(model).config.num_hidden_layers
 
 
 @pytest.mark.parametrize("name", sorted({*known()} - STATEFUL - DEAF))

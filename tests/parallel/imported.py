@@ -1,4 +1,7 @@
-"""All that a run imports and reads, for the process from which others are forked; nobody looks for garbage in it."""
+"""All that a run imports and reads, for the process from which others are forked; nobody looks for garbage in it.
+
+Libraries remember what they make once: patterns, grammars, classes of a model. So a model is made here, too.
+"""
 
 import gc
 from importlib import import_module
@@ -22,6 +25,18 @@ with hidden_packages():
         "transformers.models.qwen2.modeling_qwen2",
     ):
         import_module(name)
+    import torch
+
+    from qerl_bench.config import build, compose
+    from qerl_bench.model_setup import build_policy
+
+    torch.set_num_threads(1)  # threads do not outlive a fork
+    policy = build_policy(build(compose(["device=cpu", "quant=nvfp4", "model.warm_start_steps=0"])), None, "cpu")
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with torch.no_grad():
+        policy.token_stats(ids, ids.bool(), 1.0)
+    del policy, ids
 import_module("qerl_bench.eval.untrained").installed()  # reads files of 300 packages, and is read once
+gc.collect()
 gc.freeze()
 gc.enable()

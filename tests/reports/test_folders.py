@@ -29,6 +29,7 @@ from qerl_bench.records import RENDERED, Demonstration, Message, Prompt
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.task.chat_template import demonstration_ids
 from qerl_bench.task.datafile import read_rows
+from tests.failing import failing
 from tests.models.builds import BEGIN, PAD_ID, VOCABULARY, build, write_tokenizer
 
 CHAT: tuple[Message, ...] = ({"role": "user", "content": "2+2?"},)
@@ -281,14 +282,11 @@ def test_a_pad_token_of_the_generation_config_that_is_none_is_left_out(
     assert load(llama).generation_config.pad_token_id is None and "pad_token_id=-1" in caplog.text
 
 
-def test_what_cannot_be_written_is_refused_before_the_first_step(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise ValueError("this vocabulary has no file")
-
-    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", fail)
-    with pytest.raises(ConfigError, match=r"was read and cannot be written.*no file"):
-        build_policy(experiment(llama, "lora=none"), None, "cpu")
-    build_policy(experiment(llama), None, "cpu")  # adapters need none of it
+def test_what_cannot_be_written_is_refused_before_the_first_step(llama: Path) -> None:
+    with failing(PreTrainedTokenizerFast, "save_pretrained", ValueError("this vocabulary has no file")):
+        with pytest.raises(ConfigError, match=r"was read and cannot be written.*no file"):
+            build_policy(experiment(llama, "lora=none"), None, "cpu")
+        build_policy(experiment(llama), None, "cpu")  # adapters need none of it
 
 
 # --- weights twice in a repository: https://github.com/sgl-project/sglang/issues/33671, ------------------------------

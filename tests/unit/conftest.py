@@ -39,6 +39,32 @@ class Runs:
         return shutil.copytree(getattr(self, state), to)
 
 
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing LaTeX has a limit so short that a test is quick; the real one differs in its length alone."""
+    from qerl_bench.task.grader import latex
+
+    monkeypatch.setattr(latex, "LIMIT_S", 0.3)
+    latex._compare_in_worker.cache_clear()
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """flash(function): from here on PyTorch computes attention over packed sequences on a GPU by it."""
+    from torch.nn.attention import varlen
+
+    return lambda function: monkeypatch.setattr(varlen, "varlen_attn", function)
+
+
+@pytest.fixture
+def show_claims(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """show_claims(2): from here on the page of a study shows no more than the first claims."""
+    from qerl_bench.studies.claims.registry import QERL, claims_of
+    from qerl_bench.studies.report import study_page
+
+    return lambda count: monkeypatch.setattr(study_page, "shown_claims", lambda: claims_of(QERL)[:count])
+
+
 @pytest.fixture(scope="session")
 def runs(make_config: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Runs:
     words = (

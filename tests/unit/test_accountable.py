@@ -19,6 +19,7 @@ from qerl_bench.rundir.checkout import patch_of, uncommitted
 from qerl_bench.rundir.environment import code_digest, environment
 from qerl_bench.studies.conduct.accountable import account_for_changes
 from qerl_bench.studies.design.protocol import COMMITS, commits_in, protocol_commit
+from tests.failing import failing
 
 DESIGN = CONF_DIR.parent / "studies" / "worlds-2026" / "study.yaml"
 
@@ -152,23 +153,15 @@ def test_without_a_commit_the_digest_of_the_code_has_to_do(
     assert code_digest() in caplog.text
 
 
-def test_a_study_is_refused_before_anything_is_made(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def probe(*_: object) -> None:
-        asked.append("bases")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(study, "probe_bases", probe)
+def test_a_study_is_refused_before_anything_is_made(repository: Path, tmp_path: Path) -> None:
     write(repository / "src/loop.py", "new\n")
     words = [str(DESIGN), "bases=0", f"out={tmp_path / 'out'}"]
-    with pytest.raises(ConfigError, match=r"src/loop\.py"):
-        study.main(words)
-    assert not asked and not (tmp_path / "out").exists()
-    with pytest.raises(KeyboardInterrupt):
-        study.main([*words, "with_changes=true"])
+    with failing(study, "probe_bases", KeyboardInterrupt) as asked:
+        with pytest.raises(ConfigError, match=r"src/loop\.py"):
+            study.main(words)
+        assert not asked and not (tmp_path / "out").exists()
+        with pytest.raises(KeyboardInterrupt):
+            study.main([*words, "with_changes=true"])
     (kept,) = (tmp_path / "out").glob("changes-*.diff")
     assert asked and "+new" in kept.read_text()
 

@@ -14,13 +14,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from qerl_bench.algo.loss import step_loss
 from qerl_bench.aqn.base import OpenLoop
 from qerl_bench.aqn.constant import Constant
 from qerl_bench.aqn.injector import NoiseInjector, noise_metrics
 from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.model.structure import structure_of
 from qerl_bench.model_setup import build_noise
+from qerl_bench.train import objective
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.update import make_optimizer, update
 
@@ -447,7 +447,7 @@ NO_RUN: Any = None  # a run directory is needed only if something is not finite
 
 @pytest.mark.parametrize("site", ["rollout", "rollout_and_old_logprobs", "rollout_and_training"])
 def test_which_log_probabilities_carry_the_noise(
-    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, site: str
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], listen: Callable[..., Any], site: str
 ) -> None:
     policy = make_policy(sharp=True, adapted=True)
     experiment = make_experiment("aqn=constant", "aqn.level=0.1", f"noise.site={site}")
@@ -466,15 +466,9 @@ def test_which_log_probabilities_carry_the_noise(
         torch.tensor([1.0, -0.5]),
     )
     policy.noise = noise
-    seen: list[Any] = []
-
-    def listening(algo: Any, kl: Any, terms: Any, weights: Any) -> Any:
-        seen.append(terms)
-        return step_loss(algo, kl, terms, weights)
-
-    monkeypatch.setattr("qerl_bench.train.objective.step_loss", listening)
+    losses = listen(objective, "step_loss")
     found = update(experiment, policy, make_optimizer(policy, experiment.optim), batch, NO_RUN, 1)
-    (terms,) = seen
+    ((_, _, terms, _),) = losses
     expected = {
         "rollout": (clean, clean),
         "rollout_and_old_logprobs": (clean, noisy),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -97,9 +99,8 @@ def test_packed_backends_agree(name: str) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
 
 
-def test_flash_gets_what_the_reference_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_gets_what_the_reference_uses(flash: Callable[..., None]) -> None:
     """Of both generations of PyTorch's function: offsets, lengths, windows, scaling and shared key heads."""
-    from torch.nn.attention import varlen
 
     def of_2_13(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, ends_k: torch.Tensor, most: int,
@@ -125,7 +126,7 @@ def test_flash_gets_what_the_reference_uses(monkeypatch: pytest.MonkeyPatch) -> 
         return of_2_13(q, k, v, ends, ends_k, most, most_k, scale=0.25, window_size=(-1, 0), enable_gqa=True)
 
     for function, names in ((of_2_13, ("causal", "window")), (of_2_10, ("causal",))):
-        monkeypatch.setattr(varlen, "varlen_attn", function)
+        flash(function)
         for name in names:
             for one, other in zip(_outputs("flash", KINDS[name]), _outputs("masked", KINDS[name]), strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=2e-6)

@@ -22,6 +22,7 @@ from qerl_bench.rundir.finished_run import with_later_keys
 from qerl_bench.train.batch import make_batch
 from qerl_kernels import decode as decode_kernels
 from qerl_kernels.decode_configs import MMA_V2, WGMMA
+from tests.failing import failing, shortages
 
 QUESTIONS = ("7+5=?", "1", "12+34-5=?", "")
 SAMPLES = 4
@@ -124,30 +125,17 @@ def test_a_small_rollout_in_large_buffers_needs_none_unless_all_rows_are_compute
     assert made == [True, invariant]
 
 
-def test_what_ends_a_rollout_frees_the_copies(
-    policy: Policy, listen: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ends_a_rollout_frees_the_copies(policy: Policy, listen: Callable[..., Any]) -> None:
     sampler = Sampler(policy, Limits(rows=8, dequantized_gib=1.0))
     made = listen(Dequantized, "make")
-    monkeypatch.setattr(hf_graph.Decoding, "_advance", lambda self, size: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
+    with failing(hf_graph.Decoding, "_advance", KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         _decoded(sampler)
     ((copies, _),) = made
     assert copies.layers and not any(layer._kept for layer in copies.layers) and sampler.kept is None
 
 
-def test_without_memory_for_all_none_stays(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = PackedLinear.keep_operand
-    calls: list[int] = []
-
-    def full(self: PackedLinear, memory: torch.Tensor) -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            raise torch.OutOfMemoryError
-        room(self, memory)
-
-    monkeypatch.setattr(PackedLinear, "keep_operand", full)
-    with pytest.raises(torch.OutOfMemoryError):
+def test_without_memory_for_all_none_stays(policy: Policy) -> None:
+    with shortages(PackedLinear, "keep_operand", 3), pytest.raises(torch.OutOfMemoryError):
         _decoded(Sampler(policy, Limits(rows=8, dequantized_gib=1.0)))
     assert not any(layer._kept for layer in _packed(policy))
 

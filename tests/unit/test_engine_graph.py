@@ -25,6 +25,7 @@ from qerl_bench.quant.concat import concat_rows_in_place
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.records import Prompt
 from qerl_bench.train.batch import make_batch
+from tests.failing import failing
 
 QUESTIONS = ("7+5=?", "1", "one token for each letter of a longer question: 12+34-5=?", "19-3+4=?", "")
 SAMPLES = 4
@@ -179,19 +180,9 @@ def test_a_rollout_that_ends_early_leaves_nothing_behind(
     policy: Policy, wanted: list[hf_reference.Completion], error: type[BaseException]
 ) -> None:
     """Memory that runs out, or a kill, in the 20th step: the buffers are freed, and the next call is as the first."""
-    sampler, steps = Sampler(policy, Limits(rows=6, kept_gib=1.0)), []
-    advance = hf_graph.Decoding._advance
-
-    def failing(self: hf_graph.Decoding, size: int) -> None:
-        steps.append(size)
-        if len(steps) == 20:
-            raise error
-        advance(self, size)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf_graph.Decoding, "_advance", failing)
-        with pytest.raises(error), torch.inference_mode():
-            sampler.decode(_prompts(policy), _sampling(), KEYS)
+    sampler = Sampler(policy, Limits(rows=6, kept_gib=1.0))
+    with failing(hf_graph.Decoding, "_advance", error, [20]), pytest.raises(error), torch.inference_mode():
+        sampler.decode(_prompts(policy), _sampling(), KEYS)
     assert sampler.kept is None
     assert not any(layer.cast_adapter for layer in policy.model.modules() if isinstance(layer, LoRALinear))
     with torch.inference_mode():
@@ -217,12 +208,9 @@ def test_a_rollout_leaves_nothing_to_the_garbage_collector(policy: Policy, monke
         gc.enable()
 
 
-def test_a_cache_that_does_not_fit_is_explained(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*size: Any, **_: Any) -> None:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(hf_graph.torch, "empty", full)
-    with pytest.raises(ConfigError, match=r"pages of 64 tokens, 0\.0 GiB; make engine\.cache_gib smaller"):
+def test_a_cache_that_does_not_fit_is_explained(policy: Policy) -> None:
+    explained = pytest.raises(ConfigError, match=r"pages of 64 tokens, 0\.0 GiB; make engine\.cache_gib smaller")
+    with failing(torch, "empty", torch.OutOfMemoryError), explained:
         _decoded(decode, policy, _sampling())
 
 

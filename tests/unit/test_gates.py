@@ -40,6 +40,7 @@ from qerl_bench.studies.design.readings import Runs
 from qerl_bench.studies.design.sessions import read_probes, read_sessions, words_of_runs
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.sweep.points import Point
+from tests.failing import failing
 
 if TYPE_CHECKING:
     from qerl_bench.experiment_spec import Experiment
@@ -518,12 +519,10 @@ def conducted(design: Design, stand_in: Callable[..., None]) -> Callable[..., No
 def test_a_folder_that_cannot_be_written_stops_no_runs(
     conducted: Callable[..., None],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def run(blocks: Blocks) -> list[tuple[Point, str]]:
-        with monkeypatch.context() as full:
-            full.setattr(study, "archive", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+        with failing(study, "archive", OSError("no space")):
             blocks.keep()
         return []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import threading
 import time
 from dataclasses import replace
@@ -16,6 +17,7 @@ from qerl_bench.task.grader import latex
 from qerl_bench.task.grader.extract import ANSWER_FORMATS
 from qerl_bench.task.grader.grader import Grader
 from qerl_bench.task.grader.latex import Comparer, compare
+from tests.failing import failing
 
 NUMERIC = Grader(answer_format="tags", equality="numeric", correct_weight=1.0, format_weight=0.2)
 MATH = replace(NUMERIC, equality="math")
@@ -119,13 +121,6 @@ SLOW = [
 ]
 
 
-@pytest.fixture
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit so short that this file is quick; the real one differs in its length alone."""
-    monkeypatch.setattr(latex, "LIMIT_S", 0.3)
-    latex._compare_in_worker.cache_clear()
-
-
 @pytest.mark.parametrize("answer", SLOW)
 @pytest.mark.usefixtures("brief")
 def test_slow_expressions_are_wrong_within_the_limit(answer: str) -> None:
@@ -170,15 +165,10 @@ def test_the_limit_holds_in_every_thread() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # Python 3.12: of any fork
-def test_an_interrupted_request_leaves_no_reply_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
+def test_an_interrupted_request_leaves_no_reply_for_the_next() -> None:
     worker = Comparer()
-    with monkeypatch.context() as patched:
-        patched.setattr("select.select", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            worker.ask({"gold": "x", "answer": "x", "limit_s": 5})
+    with failing(select, "select", KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        worker.ask({"gold": "x", "answer": "x", "limit_s": 5})
     assert worker.ask({"gold": "x", "answer": "y", "limit_s": 5}) == {"equal": False, "canonical": "y"}
     worker.close()
 

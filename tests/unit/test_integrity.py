@@ -25,6 +25,7 @@ from qerl_bench.rundir.run_checks import MADE_AGAIN, check_run_dir
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.studies.runs.find import find_runs
 from qerl_bench.studies.runs.load import load_run
+from tests.failing import failing
 from tests.faults.damage import DAMAGES
 
 if TYPE_CHECKING:
@@ -147,15 +148,17 @@ def test_what_is_behind_the_last_checkpoint_is_made_again(runs: Runs, tail: byte
     assert {file: (folder / file).read_bytes() for file in whole} == whole
 
 
-def test_a_kill_between_a_seal_and_its_file(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_between_a_seal_and_its_file(runs: Runs, tmp_path: Path) -> None:
     """Old or new, the file is whole; the seal that came to nothing is forgotten."""
     folder = runs.copy("unfinished", tmp_path / "run")
     old = (folder / "eval.json").read_text()
     for number, name in enumerate(("eval.json", "new.json")):
-        with RunDir(folder, runs.config) as run, monkeypatch.context() as patch:
-            patch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                run.write(name, f"[{number}]")
+        with (
+            RunDir(folder, runs.config) as run,
+            failing(os, "replace", KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            run.write(name, f"[{number}]")
         load_run(folder)
         with open(folder / SEALS, "a") as file:
             file.write('{"file": "eval.json", "by')  # killed in the middle of the next line, too

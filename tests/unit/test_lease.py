@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from qerl_bench.rundir import lease, locks
+from tests.failing import failing
 
 PEER = """
 import sys, time
@@ -150,14 +151,11 @@ def test_a_file_system_without_locks_is_guarded_by_the_lease(
     assert locks.holder(tmp_path / ".lock") is None
 
 
-def test_links_may_be_missing_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(source: object, target: object) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", missing)
-    held = locks.lock(tmp_path / ".lock")
-    assert held is not None and locks.lock(tmp_path / ".lock") is None
-    held.close()
+def test_links_may_be_missing_too(tmp_path: Path) -> None:
+    with failing(os, "link", PermissionError(errno.EPERM, os.strerror(errno.EPERM))):
+        held = locks.lock(tmp_path / ".lock")
+        assert held is not None and locks.lock(tmp_path / ".lock") is None
+        held.close()
 
 
 def test_a_lease_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

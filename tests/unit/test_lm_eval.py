@@ -54,6 +54,12 @@ def lm(policy, engine):
     return EngineLM(policy, engine)
 
 
+@pytest.fixture
+def eight_tokens(policy, monkeypatch):
+    """eight_tokens(): from here on the model reads this many."""
+    return lambda: monkeypatch.setattr(policy.model.config, "max_position_embeddings", 8)
+
+
 class OtherEngine:
     """The answers of `engine`, changed by `change(rollout)`, inside the context `around()`."""
 
@@ -340,13 +346,13 @@ def test_a_batch_of_every_size_scores_each_text_alone(policy, lm):
     assert [greedy for _, greedy in together] == [greedy for _, greedy in alone]
 
 
-def test_rolling_loglikelihood_of_short_and_long_texts(policy, lm, monkeypatch):
+def test_rolling_loglikelihood_of_short_and_long_texts(policy, lm, eight_tokens):
     end = policy.tokenizer.eos_token_id
     ids = lm.tok_encode("0123456789")
     (whole,) = lm.loglikelihood_rolling([scoring("0123456789")])
     assert whole == pytest.approx(by_hand(policy, [end], ids)[0], rel=1e-5)
 
-    monkeypatch.setattr(policy.model.config, "max_position_embeddings", 8)
+    eight_tokens()
     # The first window predicts seven tokens from the end-of-text token on; the last one reads eight tokens, 2..9.
     expected = by_hand(policy, [end], ids[:7])[0] + by_hand(policy, ids[2:7], ids[7:])[0]
     (windowed,) = lm.loglikelihood_rolling([scoring("0123456789")])
@@ -354,8 +360,8 @@ def test_rolling_loglikelihood_of_short_and_long_texts(policy, lm, monkeypatch):
     assert windowed != pytest.approx(whole, rel=1e-5)
 
 
-def test_a_context_too_long_loses_its_beginning_and_a_text_too_long_is_refused(policy, lm, monkeypatch):
-    monkeypatch.setattr(policy.model.config, "max_position_embeddings", 8)
+def test_a_context_too_long_loses_its_beginning_and_a_text_too_long_is_refused(policy, lm, eight_tokens):
+    eight_tokens()
     (found,) = lm.loglikelihood([scoring("abcdefghij", "xyz")], disable_tqdm=True)
     assert found[0] == pytest.approx(by_hand(policy, lm.tok_encode("fghij"), lm.tok_encode("xyz"))[0], rel=1e-5)
     with pytest.raises(ConfigError, match="8 tokens cannot be scored: the model reads 8"):

@@ -22,7 +22,6 @@ from qerl_bench.eval.base import metrics_of
 from qerl_bench.eval.lm_eval.standard import minerva_math500, raw
 from qerl_bench.eval.record import record_evaluation
 from qerl_bench.rundir.run_dir import RunDir
-from qerl_bench.task.grader import latex
 
 TINY = Path(__file__).parents[1] / "assets" / "gsm8k_tiny.jsonl"
 pytest.importorskip("lm_eval")
@@ -117,10 +116,7 @@ def test_its_numbers_are_named_and_recorded_with_their_gain(
     assert found["eval/gain_strict_match_stderr"] == pytest.approx(1 / 3)
 
 
-def test_math500_as_minerva_asks_it_and_math_verify_counts_it(
-    policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(latex, "LIMIT_S", 0.3)
+def test_math500_as_minerva_asks_it_and_math_verify_counts_it(policy: Any, tmp_path: Path, brief: None) -> None:
     rows = [("What is $1/2$?", "\\frac{1}{2}"), ("Solve.", "x=5"), ("Where?", "(3, \\pi)"), ("How many?", "7")]
     line = "\nPlease reason step by step, and put your final answer within \\boxed{}."
     file = tmp_path / "math500.jsonl"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +15,7 @@ from qerl_bench.commands import compare
 from qerl_bench.commands import report as command
 from qerl_bench.options.fingerprint import canonical
 from qerl_bench.statistics import Estimate
-from qerl_bench.studies.claims.registry import QERL, claims_of
 from qerl_bench.studies.figures.headline import POINTS, by_step, in_a_word, value_of
-from qerl_bench.studies.report import study_page
 from qerl_bench.studies.report.curve_drawing import Frame
 from qerl_bench.studies.report.own_runs import CURVES, drawn_arms, own_content
 from qerl_bench.studies.runs.comparable import load_runs
@@ -118,9 +116,9 @@ def test_a_frame_keeps_what_is_beyond_it_at_its_edge() -> None:
 
 
 def test_the_page_begins_with_them_and_folds_claims_without_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, show_claims: Callable[[int], None]
 ) -> None:
-    monkeypatch.setattr(study_page, "shown_claims", lambda: claims_of(QERL)[:2])
+    show_claims(2)
     command.main([str(ASSETS), f"out={tmp_path}/report"])  # runs of ten steps, which no claim takes
     text = (tmp_path / "report" / "index.html").read_text()
     assert text.index('id="own"') < text.index("<polyline") < text.index('id="verdicts"')

@@ -19,6 +19,7 @@ from qerl_bench.process.arguments import WIDTH, wrap_lines
 from qerl_bench.process.progress import StepProgress, duration, phase, silence_s
 from qerl_bench.process.terminal import WrappingFormatter
 from qerl_bench.sweep.table import sweep_table
+from tests.failing import failing
 
 SOURCES = Path(__file__).parents[2] / "src"
 FINISHED = Path(__file__).parents[1] / "assets" / "runs"
@@ -154,13 +155,10 @@ def test_a_thread_of_its_own_breaks_the_silence(stand_in: Any, capsys: pytest.Ca
 
 
 def test_a_machine_without_room_for_a_thread_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_room(*arguments: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(progress._thread, "start_new_thread", no_room)
     watch = progress.Watch()
     monkeypatch.setattr(progress, "watch", watch)
-    with phase("loading"):
+    no_room = failing(progress._thread, "start_new_thread", RuntimeError("can't start new thread"))
+    with no_room, phase("loading"):
         assert not watch.ticking
 
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -463,14 +464,17 @@ def test_options_out_of_range_are_refused(change: dict[str, Any], message: str) 
 Split = list[dict[str, object]]
 
 
-def play_hub(monkeypatch: pytest.MonkeyPatch, splits: dict[str, Split] | Exception) -> list[tuple[object, ...]]:
+def play_hub(
+    monkeypatch: pytest.MonkeyPatch, splits: dict[str, Split] | Exception | Callable[..., Split]
+) -> list[tuple[object, ...]]:
+    """A package `datasets` whose splits these are, or are made of path, name and split; its calls."""
     calls: list[tuple[object, ...]] = []
 
     def load_dataset(path: str, name: str, *, split: str, revision: str | None) -> Split:
         calls.append((path, name, split, revision))
         if isinstance(splits, Exception):
             raise splits
-        return splits[split]
+        return splits(path, name, split) if callable(splits) else splits[split]
 
     module = ModuleType("datasets")
     module.__dict__["load_dataset"] = load_dataset
@@ -528,26 +532,23 @@ HUB = {
 
 @pytest.mark.parametrize("name", HUB)
 def test_every_set_asks_the_hub_for_its_splits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    asked: list[tuple[object, ...]] = []
     question = {"gsm8k": "question", "bigmath": "prompt", "dapo_math": "prompt", "amc23": "question"}
 
-    def load_dataset(path: str, config: str | None, *, split: str, revision: str | None) -> Split:
-        asked.append((path, config, split))
+    def rows(path: str, config: str | None, split: str) -> Split:
         training = len(HUB[name]) == 2 and (path, config, split) == HUB[name][0]
         columns = (question.get(name, "problem"), "answer" if name == "gsm8k" else "solution")
         if not training and name != "gsm8k":
             columns = ("question" if name == "amc23" else "problem", "answer")
         return [{columns[0]: f"Question of {path} {split}?", columns[1]: "#### 1" if name == "gsm8k" else "1"}]
 
-    play_hub(monkeypatch, {})
-    monkeypatch.setattr(sys.modules["datasets"], "load_dataset", load_dataset)
+    asked = play_hub(monkeypatch, rows)
     hub = task(f"task={name}")
     hub = replace(hub)  # rows are kept with the object
     if len(HUB[name]) == 2:
         hub.check()
     else:
         hub.eval_prompts(None)
-    assert sorted(asked, key=str) == sorted(HUB[name], key=str)
+    assert sorted((place for *place, _ in asked), key=str) == sorted(map(list, HUB[name]), key=str)
 
 
 def test_bigmath_comes_in_the_two_levels_of_the_paper() -> None:

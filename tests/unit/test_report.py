@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -14,7 +15,6 @@ import pytest
 from qerl_bench.checks import ConfigError
 from qerl_bench.commands import compare
 from qerl_bench.commands import report as command
-from qerl_bench.studies.claims.registry import QERL, claims_of
 from qerl_bench.studies.report import study_page
 from qerl_bench.studies.report.page import embedded
 from qerl_bench.studies.report.run_page import evenly, run_page
@@ -42,9 +42,9 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def no_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_claim(show_claims: Callable[[int], None]) -> None:
     """Claims, which test_claims.py tests, take most of the time."""
-    monkeypatch.setattr(study_page, "shown_claims", lambda: claims_of(QERL)[:1])
+    show_claims(1)
 
 
 def test_a_page_is_one_file_that_asks_no_network(root: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from qerl_bench.rundir.environment import code_digest, cpu_name
 from qerl_bench.rundir.run_checks import check_run_dir
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_kernels import decode_configs
+from tests.failing import failing
 
 CFG = OmegaConf.create(
     {
@@ -366,13 +367,11 @@ def test_checking_writes_nothing(tmp_path: Path) -> None:
 # --- atomic writes, environment, the end -----------------------------------------------------------------------------
 
 
-def test_write_atomically_leaves_the_old_or_the_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_atomically_leaves_the_old_or_the_new(tmp_path: Path) -> None:
     path = tmp_path / "done.json"
     write_atomically(path, "old")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError("power cut")))
-        with pytest.raises(OSError, match="power cut"):
-            write_atomically(path, "new and much longer")
+    with failing(os, "replace", OSError("power cut")), pytest.raises(OSError, match="power cut"):
+        write_atomically(path, "new and much longer")
     assert path.read_text() == "old"
     write_atomically(path, "new")
     assert path.read_text() == "new"

@@ -252,8 +252,8 @@ def test_a_small_base_is_pretrained_under_its_own_name_and_once_for_all_outliers
         assert made.name == "small-10m-bf16-none-sft-r0-s0-c68813d5"
 
 
-def test_a_small_model_from_elsewhere_is_pretrained_as_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_options, "_in_use", [tmp_path])
+def test_a_small_model_from_elsewhere_is_pretrained_as_itself(tmp_path: Path) -> None:
+    user_options.use([tmp_path])
     (tmp_path / "model" / "own").mkdir(parents=True)
     known = (CONF_DIR / "model" / "small" / "2m.yaml").read_text()
     rough = known.replace("name: small-2m", "name: own-rough").replace("outliers: 0.0", "outliers: 2.0")

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention import varlen
 
 from qerl_bench.model import attention, sharing
 from qerl_bench.model.attention import Kind
@@ -183,16 +182,16 @@ def _varlen(at_the_end: bool) -> Callable[..., torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["causal", "window"])
-def test_flash_gets_whole_sequences_of_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", _varlen(at_the_end=True))
+def test_flash_gets_whole_sequences_of_keys(name: str, flash: Callable[..., None]) -> None:
+    flash(_varlen(at_the_end=True))
     found, wanted = _outputs("flash", KINDS[name], shares=True), _outputs("masked", KINDS[name], shares=False)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("at_the_end", [True, False])
-def test_flash_that_aligns_at_the_beginning_is_found_out(at_the_end: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", _varlen(at_the_end))
+def test_flash_that_aligns_at_the_beginning_is_found_out(at_the_end: bool, flash: Callable[..., None]) -> None:
+    flash(_varlen(at_the_end))
     sharing._aligned_at_the_end.cache_clear()
     assert sharing._aligned_at_the_end(CPU) == at_the_end
     sharing._aligned_at_the_end.cache_clear()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from qerl_bench.train import memory_plan, recorded_passes, reduced_sizes
 from qerl_bench.train import update as module
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.recorded_passes import PaddedInputs, RecordedPasses, least_tokens, rows_that_fit
+from tests.failing import failing, shortages
 
 LENGTHS = (4, 1, 9, 7, 6, 3, 12)  # with prompts up to 14 tokens
 
@@ -60,23 +61,6 @@ def _batch(policy: Any) -> Any:
     ]
     advantages = torch.tensor([1.0, -0.5, 0.25, 2.0, -1.5, 0.5, 0.75])
     return make_batch(*rows, policy.pad_id, policy.device, [[-5.0] * length for length in LENGTHS], advantages)
-
-
-@contextmanager
-def shortages(owner: Any, name: str, *calls: int) -> Iterator[list[int]]:
-    """In this block these calls of a function fail, counted from 1, in the middle of what they do; yields all calls."""
-    function, made = getattr(owner, name), []
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        made.append(len(made) + 1)
-        result = function(*arguments, **options)
-        if made[-1] in calls:
-            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
-        return result
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, call)
-        yield made
 
 
 def _updated(policy: Any, experiment: Any, run: Any, steps: int = 1) -> tuple[list[dict[str, float]], torch.Tensor]:
@@ -115,15 +99,15 @@ def test_what_sampling_keeps_is_given_up_for_an_update(
     make_policy: Callable[..., Any], make_experiment: Callable[..., Any], run: Any
 ) -> None:
     """Also if a micro-batch is a single sequence already, which then ends the run the second time only."""
-    for tokens, failing in ((80, (1,)), (14, (1,)), (14, (1, 2))):
+    for tokens, short in ((80, (1,)), (14, (1,)), (14, (1, 2))):
         policy = make_policy()
         engine = hf.HFEngine(policy, 4, kept_gib=1.0)
         policy.training_cache["sampler"] = engine.sampler = Sampler(policy, engine.limits)
         engine.generate(PROMPTS, SAMPLING)
         engine.sleep()
         assert engine.sampler.kept is not None
-        ends = pytest.raises(TrainingStopped, match="up to 14 tokens") if len(failing) > 1 else nullcontext()
-        with shortages(policy, "token_stats", *failing), ends:
+        ends = pytest.raises(TrainingStopped, match="up to 14 tokens") if len(short) > 1 else nullcontext()
+        with shortages(policy, "token_stats", *short), ends:
             _updated(policy, make_experiment(f"train.micro_batch_tokens={tokens}"), run)
         assert engine.sampler.kept is None
 
@@ -133,9 +117,9 @@ def test_a_later_update_on_the_same_batch_goes_on_with_what_the_first_has_fixed(
 ) -> None:
     words = ("train.updates_per_batch=3", "kl.coef=0.1", "importance_sampling.mode=truncate", "optim.lr=1e-2")
     results = []
-    for tokens, failing in ((40, ()), (80, (6,))):  # 2 micro-batches and their reference, then 2 in the second update
+    for tokens, short in ((40, ()), (80, (6,))):  # 2 micro-batches and their reference, then 2 in the second update
         policy, experiment = make_policy(*words), make_experiment(*words, f"train.micro_batch_tokens={tokens}")
-        with shortages(policy, "token_stats", *failing) as calls:
+        with shortages(policy, "token_stats", *short) as calls:
             results.append(_updated(policy, experiment, run))
         assert len(calls) > 8
     ((wanted,), weights), ((found,), others) = results
@@ -189,17 +173,13 @@ def test_other_errors_are_not_repeated(make_policy: Callable[..., Any], make_exp
 
 
 def test_a_shortage_in_the_sum_of_gradients_ends_the_run(
-    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, run: Any
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], run: Any
 ) -> None:
     """Only one rank may have it, so no rank repeats the update, although the message quotes the allocator."""
-    calls: list[int] = []
-
-    def add(_: Any) -> None:
-        calls.append(1)
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(module.GradientSum, "add", add)
-    with pytest.raises(TrainingStopped, match=r"^train: no memory is left .*out of memory"):
+    with (
+        failing(module.GradientSum, "add", RuntimeError("CUDA error: out of memory")) as calls,
+        pytest.raises(TrainingStopped, match=r"^train: no memory is left .*out of memory"),
+    ):
         _updated(make_policy(), make_experiment("train.micro_batch_tokens=80"), run)
     assert calls == [1]
 

@@ -21,6 +21,7 @@ from qerl_bench.experiment import run_experiment
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model import remembered
 from qerl_bench.model.remembered import alone, recall, remember
+from tests.failing import shortages
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 SHORT = ("steps=1", "save_every=1", "aqn=none")
@@ -246,17 +247,9 @@ def test_a_shortage_of_memory_is_not_remembered(
 ) -> None:
     from qerl_bench.engine.hf import HFEngine
 
-    generate, failed = HFEngine._generate, []
-
-    def short(self: HFEngine, *words: Any) -> Any:
-        if not failed:
-            failed.append(True)
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return generate(self, *words)
-
-    monkeypatch.setattr(HFEngine, "_generate", short)
-    run(tmp_path, "first")
-    assert failed and not list((tmp_path / "cache" / "evaluations").glob("*.json"))
+    with shortages(HFEngine, "_generate", 1) as calls:
+        run(tmp_path, "first")
+    assert len(calls) > 1 and not list((tmp_path / "cache" / "evaluations").glob("*.json"))
 
 
 def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path, run: Callable[..., Path]) -> None:

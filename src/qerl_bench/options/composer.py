@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, base, open_dict
 
 from qerl_bench.checks import ConfigError, require
 from qerl_bench.options import user_options
@@ -27,7 +27,7 @@ from qerl_bench.options.files import options_of, plain_keys
 from qerl_bench.options.fingerprint import fingerprint, flat
 from qerl_bench.options.model_names import short_name
 from qerl_bench.options.names import check_option_names, search_folders
-from qerl_bench.options.place_words import with_places
+from qerl_bench.options.place_words import AXIS, REWARD, with_places
 from qerl_bench.options.suggestions import unknown_key, unknown_option, unread
 from qerl_bench.process.installation import CONF_DIR
 
@@ -35,6 +35,7 @@ from qerl_bench.process.installation import CONF_DIR
 HYDRA_1_3 = hydra_version.startswith("1.3")
 HYDRA_DEFAULTS: dict[str, Any] = {"version_base": "1.3"} if HYDRA_1_3 else {}
 REGISTER = "register_new_resolver" if HYDRA_1_3 else "register_resolver"
+base.parse = lru_cache(maxsize=1024)(base.parse)  # type: ignore  # it parses each ${reference} anew
 
 
 def register_resolvers() -> None:
@@ -100,7 +101,8 @@ class Composer:
 
     def spelled_out(self, words: Sequence[str]) -> list[str]:
         """`words` with option and key of each model=PLACE and reward=FILE.py; an option of that name comes first."""
-        if with_places(words, options_of([CONF_DIR], "model")) == [*words]:
+        named = [word for word in words if word.startswith((AXIS, REWARD))]
+        if not named or with_places(named, options_of([CONF_DIR], "model")) == named:
             return [*words]
         search_path = tuple(user_options.split_search_path(words)[0])
         folders = search_folders(self._composed(search_path)[1]) if search_path else [CONF_DIR]
@@ -128,16 +130,14 @@ class Composer:
         missing = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
         unknown = re.search(r"Could not override '([^']+)'", text)
         if (missing is None and unknown is None) or (missing is not None and missing[1].startswith("hydra")):
-            several = re.match(r"Ambiguous value for argument '([^'=]+)=([^']+)'", text)
-            if several is None:
+            if (several := re.match(r"Ambiguous value for argument '([^'=]+)=([^']+)'", text)) is None:
                 return text
             key, values = several.groups()
             first = values.partition(",")[0]
             if re.fullmatch(r"[\w./-]+", first):
                 self.tree([f"{key}={first}" if word == f"{key}={values}" else word for word in overrides])
             return f"{key}={values} has several values: -m runs them all; a list is {key}=[{values}]"
-        parsed = [self._parsed(word) for word in overrides]
-        choices = [word for word, one in zip(overrides, parsed, strict=True) if _is_choice(one) and _is_axis(one)]
+        choices = [word for word in overrides if _is_choice(one := self._parsed(word)) and _is_axis(one)]
         try:
             composed, runtime = self._composed(tuple(choices if missing is None else ()))
         except (HydraException, ConfigError):
@@ -159,7 +159,7 @@ def _composed(choices: tuple[str, ...], read: dict[Any, bytes]) -> tuple[bytes, 
         loader = GlobalHydra.instance().config_loader()
         loader.repository = ReadOnce(loader.repository, read)  # type: ignore[attr-defined]  # an IConfigLoader
         try:
-            cfg = hydra_compose("run", overrides=list(choices), return_hydra_config=True)
+            cfg = hydra_compose("run", list(choices), return_hydra_config=True)
         except ValueError as error:  # what Hydra raises for quant=5 and =5
             search_path, others = user_options.split_search_path(choices)
             folders = search_folders(hydra_compose("run", search_path, return_hydra_config=True).hydra.runtime)

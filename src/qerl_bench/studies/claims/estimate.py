@@ -73,7 +73,7 @@ def _numbers(measure: Measure, runs: Sequence[Run]) -> dict[Path, pd.Series]:
         if run.path not in values:
             try:
                 numbers = pd.Series(measure.metric(run))
-                usable = np.isfinite(numbers) & ((numbers > 0) | (not measure.ratio))
+                usable = np.isfinite(found := numbers.to_numpy(float)) & ((found > 0) | (not measure.ratio))
                 require(bool(usable.all()), f"{run.name} has a number that cannot be compared (NaN, or 0 in a ratio)")
             except ConfigError as error:
                 errors.append(str(error))
