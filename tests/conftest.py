@@ -254,10 +254,10 @@ def no_packages(packages: Callable[..., None]) -> None:
 @pytest.fixture
 def run_by(stand_in: Callable[..., None]) -> Callable[[str], None]:
     """run_by(code): this Python code, which gets the words of a run, makes the runs of sweeps."""
-    from qerl_bench.sweep import job, sweep
+    from qerl_bench.sweep import job, processes
 
     def program(code: str) -> None:
-        for module in (job, sweep):
+        for module in (job, processes):
             stand_in(module, run_command=lambda ranks=1: [sys.executable, "-c", code])
 
     return program

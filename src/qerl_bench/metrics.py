@@ -23,7 +23,7 @@ class Metric:
     definition: str
 
 
-ROLLOUT = {
+ROLLOUT = {  # of every step that samples, what training measures on its samples too
     "reward/mean": Metric("reward", "mean total reward of the step's completions"),
     "reward/std": Metric("reward", "standard deviation of the total reward over the step's completions (n - 1)"),
     "reward/frac_zero_std": Metric("share", "groups whose completions all got the same reward: no learning signal"),
@@ -126,7 +126,7 @@ NOISE_CONTROLLER = {  # with aqn=entropy
     "aqn/sigma_next": Metric("norm scale", "the decision: standard deviation of the next step's noise"),
     "aqn/saturated": Metric("-", "1 if more than sigma_max is wanted, -1 if less than sigma_min, else 0"),
 }
-TRAIN = {
+TRAIN = {  # of every step, with algo=sft too
     "train/micro_batches": Metric("count", "forward passes that training made of the batch, for one update"),
     "train/taught_frac": Metric(
         "share", "completion tokens trained on whose completion was in a backward pass: its loss can have a gradient"

@@ -272,6 +272,8 @@ def test_sampling_flags_that_can_be_written_stay(llama: Path) -> None:
 def test_a_generation_config_that_names_no_tokens_is_refused(llama: Path, said: str, message: str) -> None:
     (llama / "generation_config.json").write_text(said)
     with pytest.raises(ConfigError, match=message):
+        experiment(llama).check_model()  # before anything is built
+    with pytest.raises(ConfigError, match=message):
         load(llama)
 
 

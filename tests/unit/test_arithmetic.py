@@ -16,8 +16,8 @@ from qerl_bench.options.fingerprint import as_dict, fingerprint
 from qerl_bench.records import Prompt
 from qerl_bench.rundir.finished_run import with_later_keys
 from qerl_bench.task.arithmetic import Arithmetic
-from qerl_bench.task.generated import GeneratedTask
 from qerl_bench.task.grader.extract import answer_block, well_formed
+from qerl_bench.task.operation_chains import GeneratedTask
 
 SHARES = {"guess": 0.25, "hasty": 0.35, "careful": 0.4}
 

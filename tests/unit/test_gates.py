@@ -159,8 +159,9 @@ def test_gates_of_training_need_headroom_a_rise_skill_and_one_control(design: De
     two_kinds = between("a mean where no base is", 0.1, 0.4, [0.05, 0.05, 0.6], ())
     assert (two_kinds.word, two_kinds.meeting, two_kinds.bases) == ("neither", 0, 3)
     assert between("all are at a limit", 0.1, 0.4, [0.1, 0.4], ()).meeting == 2
-    assert between("of a run that learns nothing", 0.0, 1.0, [0.0, 0.0], (), must=True).passed is False
-    assert between("at the limit", 0.0, 1.0, [0.0, 0.0], ()).passed is True
+    assert between("of a run that learns nothing", 0.0, math.inf, [0.0, 0.0], (), must=True).passed is False
+    assert between("at the limit", 0.0, math.inf, [0.0, 0.0], ()).passed is True
+    assert between("too many tokens", 0.0, 200.0, [230.0, 231.0], ()).passed is False
     assert set(blocked(dull.values())) == {"nvfp4-noise", "bf16-noise"}
     unlearned = judged(0.22, 0.05, 0.04)
     assert unlearned["gain on the longest questions"].passed is False

@@ -22,7 +22,7 @@ from qerl_bench.process.gpu_share import RUNS_ON_GPU, neighbours
 from qerl_bench.process.progress import watch
 from qerl_bench.process.termination import Terminated, terminations_noted, terminations_raise
 from qerl_bench.rundir import locks
-from qerl_bench.sweep import sweep as module
+from qerl_bench.sweep import processes
 from qerl_bench.sweep.pace import AROUND, Pace, share_to_make, time_left
 from qerl_bench.sweep.points import Point, SweepFailed
 from tests.short_runs import steps_of
@@ -53,7 +53,7 @@ def point(folder: Path, code: str) -> Point:
 
 
 def sweep(*points: Point, slots: int = 2) -> dict[str, str]:
-    return {failed.name: reason for failed, reason in module.Sweep(points, slots, []).run()}
+    return {failed.name: reason for failed, reason in processes.Sweep(points, slots, []).run()}
 
 
 def wait_until(happened, seconds: float = 30) -> None:
@@ -104,7 +104,7 @@ def noted(folder: Path, code: str = "") -> Point:
 def test_points_without_memory_beside_others_are_run_once_more_at_the_end_and_alone(tmp_path: Path) -> None:
     first_time = "if not (folder / 'run.log').exists():\n    " + OUT_OF_MEMORY.strip().replace("\n", "\n    ") + "\n"
     large = [noted(tmp_path / name, first_time) for name in ("large", "second")]
-    run = module.Sweep([*large, noted(tmp_path / "small"), noted(tmp_path / "last")], 2, [])
+    run = processes.Sweep([*large, noted(tmp_path / "small"), noted(tmp_path / "last")], 2, [])
     assert run.run() == [] and run.done == 4
     notes = (tmp_path / "notes").read_text().split("\n")
     alone = [["large begins", "large ends"], ["second begins", "second ends"]]
@@ -117,7 +117,7 @@ def test_points_that_need_more_memory_than_there_is_fail(tmp_path: Path) -> None
         folder = tmp_path / f"{slots}{len(gpus)}"
         folder.mkdir()
         large = noted(folder / "large", OUT_OF_MEMORY + "\n")
-        ((failed, reason),) = module.Sweep([large, noted(folder / "other")], slots, gpus).run()
+        ((failed, reason),) = processes.Sweep([large, noted(folder / "other")], slots, gpus).run()
         assert failed.name == "large" and "no memory is left" in reason
         assert (folder / "notes").read_text().count("large begins") == times
 
@@ -128,7 +128,7 @@ def test_a_run_knows_with_how_many_it_shares_its_gpu(tmp_path: Path, monkeypatch
 
     def said(slots: int, gpus: list[str], *names: str) -> list[str]:
         points = [point(tmp_path / name, code) for name in names]
-        assert module.Sweep(points, slots, gpus).run() == []
+        assert processes.Sweep(points, slots, gpus).run() == []
         return [(tmp_path / name / "said").read_text() for name in names]
 
     assert said(3, ["4", "7"], "a", "b", "c") == ["2", "1", "2"]
@@ -145,7 +145,7 @@ def test_a_run_that_is_repeated_alone_has_the_whole_gpu(tmp_path: Path, monkeypa
     code = f"import os; open(folder / 'said', 'a').write(os.environ.get({RUNS_ON_GPU!r}, '-')); {OUT_OF_MEMORY}"
     points = [point(tmp_path / name, code) for name in ("a", "b")]
     for gpus in (["4"], []):
-        module.Sweep(points, 2, gpus).run()
+        processes.Sweep(points, 2, gpus).run()
     assert [(tmp_path / name / "said").read_text() for name in ("a", "b")] == ["515-", "515-"]
 
 
@@ -169,7 +169,7 @@ def test_how_far_a_sweep_is_counts_runs_by_their_steps(tmp_path: Path) -> None:
         point(tmp_path / "waits", DONE),
     ]
     (tmp_path / "half" / "config.yaml").write_text("steps: 10")
-    running = module.Sweep([*points, Point([], "before", tmp_path / "before", finished=True)], 1, [])
+    running = processes.Sweep([*points, Point([], "before", tmp_path / "before", finished=True)], 1, [])
     for _ in range(2):
         running.fill(0)
         wait_until(lambda: (running.collect(), not running.running)[1])
@@ -245,14 +245,14 @@ def test_a_run_that_another_process_took_first_is_no_failure(tmp_path: Path) -> 
 LAUNCHER = """
 import sys
 from pathlib import Path
-from qerl_bench.sweep import sweep as module
+from qerl_bench.sweep import processes
 from qerl_bench.sweep.points import Point
 from qerl_bench.commands.exits import exit_in_words
-module.run_command = lambda: [sys.executable, "-c", sys.argv[1]]
+processes.run_command = lambda: [sys.executable, "-c", sys.argv[1]]
 folders = [Path(sys.argv[2]) / name for name in "ab"]
 points = [Point([str(folder), sys.argv[3]], folder.name, folder, False) for folder in folders]
 with exit_in_words("stopped"):
-    module.Sweep(points, 2, []).run()
+    processes.Sweep(points, 2, []).run()
 """
 
 

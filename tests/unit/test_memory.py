@@ -20,7 +20,7 @@ from qerl_bench.train import memory_plan
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.memory_plan import MemoryPlan, Size, micro_batch_size
 from qerl_bench.train.reduced_sizes import shortages_of
-from qerl_bench.train.repeated import after_shortage
+from qerl_bench.train.retry_smaller import after_shortage
 from qerl_bench.train.update import make_optimizer, update
 
 GIB = 2**30

@@ -11,7 +11,7 @@ from qerl_bench.process.cards import visible_gpus
 from qerl_bench.process.mps import side_by_side
 from qerl_bench.sweep.launcher import SweepLauncher
 from qerl_bench.sweep.points import Point
-from qerl_bench.sweep.sweep import Sweep
+from qerl_bench.sweep.processes import Sweep
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from qerl_bench.model.gguf.weights import Dither
 from qerl_bench.model.local_folder import REMEDY, check_folder
 from qerl_bench.model.token_ids import require_rows
 from qerl_bench.quant.architecture import causal_lm_config, read_errors
-from qerl_bench.quant.foreign_config import generation_config
+from qerl_bench.quant.foreign_config import GENERATION, generation_config, said_of_generation
 from qerl_bench.quant.weight_files import weight_files
 from qerl_bench.records import RENDERED, Message
 from qerl_bench.rundir.checksums import digest
@@ -212,7 +212,11 @@ def _check(id: str, revision: str | None, trust_remote_code: bool, prompt: str, 
 
     `place` says where its chat template is.
     """
+    from transformers.utils.hub import cached_file
+
     config = causal_lm_config(id, revision, trust_remote_code)
+    if file := cached_file(id, GENERATION, revision=revision, _raise_exceptions_for_missing_entries=False):
+        said_of_generation(Path(file))
     tokenizer = _tokenizer(id, revision, trust_remote_code)
     messages, template = json.loads(prompt)
     asked_by = "without a chat template"

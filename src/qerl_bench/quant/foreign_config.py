@@ -89,17 +89,8 @@ def _unknown(config: Any, said: Mapping[str, Any]) -> list[str]:
     return [f"{key}={str(value)[:40]}" for key, value in set_here.items() if key not in known | ELSEWHERE]
 
 
-def generation_config(folder: Path) -> Any:
-    """The generation config in `folder`; None without a file.
-
-    What could be read and not written again, such as a temperature without sampling, is left out with a word: a run
-    would end at its first checkpoint. Raises ConfigError if the file is no JSON, or an end of text is no token id.
-    """
-    from transformers import GenerationConfig
-
-    file = folder / GENERATION
-    if not file.is_file():
-        return None
+def said_of_generation(file: Path) -> dict[str, Any]:
+    """What a generation_config.json says. Raises ConfigError if it is no JSON, or an end of text is no token id."""
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -111,6 +102,21 @@ def generation_config(folder: Path) -> Any:
         ends is None or all(map(_is_id, ends if isinstance(ends, list) else [ends])),
         f"{file} has eos_token_id={ends!r}, which is no token id and no list of them; correct it",
     )
+    return said
+
+
+def generation_config(folder: Path) -> Any:
+    """The generation config in `folder`; None without a file. Raises ConfigError as `said_of_generation` does.
+
+    What could be read and not written again, such as a temperature without sampling, is left out with a word: a run
+    would end at its first checkpoint.
+    """
+    from transformers import GenerationConfig
+
+    file = folder / GENERATION
+    if not file.is_file():
+        return None
+    said = said_of_generation(file)
     wrong = [key for key in IDS[::2] if said.get(key) is not None and not _is_id(said[key])]
     if wrong:
         log.warning("%s has %s, which is no token id: left out", file, ", ".join(f"{k}={said[k]!r}" for k in wrong))

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from qerl_bench.checks import at_most, check_fields, count, require
-from qerl_bench.task.generated import Chain, GeneratedTask, Problem, apply
+from qerl_bench.task.operation_chains import Chain, GeneratedTask, Problem, apply
 
 
 @dataclass(frozen=True, kw_only=True)

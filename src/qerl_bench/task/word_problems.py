@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 
 from qerl_bench.checks import at_most, check_fields, count, require
-from qerl_bench.task.generated import Chain, GeneratedTask, Problem, apply
+from qerl_bench.task.operation_chains import Chain, GeneratedTask, Problem, apply
 
 NAMES = (
     *("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gia", "Hal", "Ida", "Jon", "Kai", "Lea", "Mia", "Ned", "Ola"),

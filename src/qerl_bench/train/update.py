@@ -40,7 +40,7 @@ from qerl_bench.train.micro_pass import MicroBatchResult, forward_backward, loss
 from qerl_bench.train.nonfinite import NonFiniteError, dump, first_in_backward
 from qerl_bench.train.recorded_passes import RecordedPasses, recorded_passes
 from qerl_bench.train.reduced_sizes import shortages_of
-from qerl_bench.train.repeated import repeated_smaller
+from qerl_bench.train.retry_smaller import repeated_smaller
 from qerl_bench.train.rollout_records import TokenColumns
 from qerl_bench.train.spec import OptimSpec, Specs, TrainSpec
 

@@ -1,1 +1,1 @@
-"""Claims of papers, the contrasts that test them, and verdicts."""
+"""How claims of papers are tested: contrasts and verdicts. A claim itself is conf/claim/NAME.yaml."""

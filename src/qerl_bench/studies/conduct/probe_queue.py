@@ -23,7 +23,7 @@ from qerl_bench.process.children import Child, signal_of, stop
 from qerl_bench.studies.conduct.archive import archive_probes
 from qerl_bench.studies.conduct.deadline import STOP_S, Deadline
 from qerl_bench.studies.design.design import Arm, Design
-from qerl_bench.sweep.sweep import POLL_S, environment_of
+from qerl_bench.sweep.processes import POLL_S, environment_of
 
 log = logging.getLogger(__name__)
 STEP = re.compile(r"step \d+/\d+")  # how a run reports its progress

@@ -33,7 +33,7 @@ from qerl_bench.studies.runs.collect import write_study
 from qerl_bench.sweep.check import check_points
 from qerl_bench.sweep.pace import run_left, share_to_make, time_left
 from qerl_bench.sweep.points import Point
-from qerl_bench.sweep.sweep import Sweep
+from qerl_bench.sweep.processes import Sweep
 
 log = logging.getLogger(__name__)
 SPARE = 1.1  # runs differ: a block begins if it would end in time taking a tenth longer than foreseen

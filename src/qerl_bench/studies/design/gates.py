@@ -86,13 +86,15 @@ def of_bases(design: Design, probes: Sequence[Probe], limits: GateLimits, everyt
     if limits.pass_at_1:
         results.append(between("pass@1 of the base", *limits.pass_at_1, of_reference(pass_at, 1), everything))
     if limits.pass_at_k:
-        results.append(between(f"pass@{samples}", limits.pass_at_k, 1.0, of_reference(pass_at, samples), everything))
+        results.append(
+            between(f"pass@{samples}", limits.pass_at_k, math.inf, of_reference(pass_at, samples), everything)
+        )
     if limits.no_success:
         failed = [1 - share for share in of_reference(pass_at, group)]
         results.append(between(f"groups of {group} without success", *limits.no_success, failed, everything))
     if limits.mixed_groups:
         mixed = of_reference(mixed_groups, group)
-        results.append(between(f"mixed groups of {group}", limits.mixed_groups, 1.0, mixed, everything))
+        results.append(between(f"mixed groups of {group}", limits.mixed_groups, math.inf, mixed, everything))
     for quant in design.formats_of_arms if limits.strict_lenient else ():
         gaps = [gap for one in probes if (gap := lenient_gap(one, quant)) is not None]
         most = limits.strict_lenient or 0.0
@@ -118,16 +120,18 @@ def of_training(design: Design, runs: Runs, limits: GateLimits, everything: tupl
     results: list[Result] = []
     if limits.headroom is not None:
         left = of_reference(lambda run: 1 - final(run))
-        results.append(between("headroom", limits.headroom, 1.0, left, everything))
+        results.append(between("headroom", limits.headroom, math.inf, left, everything))
     if limits.gain is not None:
-        results.append(between("gain where complete", limits.gain, 1.0, of_reference(gain_where_complete), everything))
+        results.append(
+            between("gain where complete", limits.gain, math.inf, of_reference(gain_where_complete), everything)
+        )
     for gate, limit, number in (
         ("rise in the last fifth", limits.late_rise, late_rise),
         ("gain on the longest questions", limits.longest, gain_on_longest),
         ("end above half time", limits.above_half_time, above_half_time),
     ):
         if limit is not None:
-            results.append(between(gate, limit, 1.0, of_reference(number), everything, must=True))
+            results.append(between(gate, limit, math.inf, of_reference(number), everything, must=True))
     dosed = tuple(arm.name for arm in design.arms if arm.dosed)
     return [*results, *controls(design, runs, "gain", dosed), *controls(design, runs, "exploration")]
 
@@ -137,19 +141,19 @@ def between(
 ) -> Result:
     """Passed if the interval over bases is from `low` to `high`, failed if it is outside; one base is its own interval.
 
-    With `must` the interval has to be above `low`, and needs two bases. A `high` of 1 is no limit.
+    With `must` the interval has to be above `low`, and needs two bases.
     """
-    limit = f"{low:g} to {high:g}" if high < 1 else f"{'above' if must else 'at least'} {low:g}"
-    numbers, top = _numbers(values), high if high < 1 else math.inf
+    limit = f"{low:g} to {high:g}" if high < math.inf else f"{'above' if must else 'at least'} {low:g}"
+    numbers = _numbers(values)
     bottom, peak = (numbers[end] if len(values) > 1 else numbers.get("value", math.nan) for end in ("low", "high"))
     if not values or (must and len(values) < 2):
         word: Word = "open"
-    elif (low < bottom if must else low <= bottom) and peak <= top:
+    elif (low < bottom if must else low <= bottom) and peak <= high:
         word = "yes"
     else:
-        outside = math.isnan(bottom) or (peak <= low if must else peak < low) or bottom > top
+        outside = math.isnan(bottom) or (peak <= low if must else peak < low) or bottom > high
         word = "no" if outside else "neither"
-    meeting = sum(value > low if must else low <= value <= top for value in values)
+    meeting = sum(value > low if must else low <= value <= high for value in values)
     return Result(gate=gate, limit=limit, word=word, meeting=meeting, stops=stops, must=must, **numbers)
 
 
