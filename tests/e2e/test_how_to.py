@@ -174,5 +174,7 @@ def test_does_it_help(tmp_path: Path, follow: Follow) -> None:
 def test_the_table_of_what_seeds_find_is_computed() -> None:
     rows = re.findall(r"^\| (\d+) \| (\S+) points \|$", (PAGES / "does-it-help.md").read_text(), re.MULTILINE)
     assert [seeds for seeds, _ in rows] == ["4", "8", "16", "32"]
-    budget = Budget(minutes=9, run_minutes=0.1, slots=1, models=1, arms=2, formats=1, answers=256, margin=1, sd=3)
+    budget = Budget(
+        minutes=9, run_minutes=0.1, slots=1, models=1, arms=2, formats=1, answers=256, dosed=0, margin=1, sd=3
+    )
     assert [f"{budget.detectable(int(seeds)):.1f}" for seeds, _ in rows] == [found for _, found in rows]

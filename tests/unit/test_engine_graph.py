@@ -208,12 +208,6 @@ def test_a_rollout_leaves_nothing_to_the_garbage_collector(policy: Policy, monke
         gc.enable()
 
 
-def test_a_cache_that_does_not_fit_is_explained(policy: Policy) -> None:
-    explained = pytest.raises(ConfigError, match=r"pages of 64 tokens, 0\.0 GiB; make engine\.cache_gib smaller")
-    with failing(torch, "empty", torch.OutOfMemoryError), explained:
-        _decoded(decode, policy, _sampling())
-
-
 @pytest.mark.parametrize("graph", [True, False])
 def test_with_invariant_a_completion_does_not_depend_on_its_company(policy: Policy, graph: bool) -> None:
     """Alone, with half of its group, behind others in a batch that is refilled: the same tokens; on the reference the
