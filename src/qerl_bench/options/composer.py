@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import DictConfig, OmegaConf, base, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from qerl_bench.checks import ConfigError, require
 from qerl_bench.options import user_options
@@ -35,7 +35,6 @@ from qerl_bench.process.installation import CONF_DIR
 HYDRA_1_3 = hydra_version.startswith("1.3")
 HYDRA_DEFAULTS: dict[str, Any] = {"version_base": "1.3"} if HYDRA_1_3 else {}
 REGISTER = "register_new_resolver" if HYDRA_1_3 else "register_resolver"
-base.parse = lru_cache(maxsize=1024)(base.parse)  # type: ignore  # it parses each ${reference} anew
 
 
 def register_resolvers() -> None:
