@@ -14,8 +14,8 @@ from qerl_bench.seeding import derive
 from qerl_bench.task.question_form import normalize_question
 
 
-class Generates:
-    """What holds for a task that generates its questions as they are needed, where it says nothing else."""
+class TaskBase:
+    """What holds for a task that says nothing else: its questions are generated as they are needed, by `_prompts`."""
 
     held_out_questions = 1024  # if all are asked for
 

@@ -15,7 +15,7 @@ from itertools import repeat
 from qerl_bench.algo.base import Algorithm
 from qerl_bench.checks import check_fields, count
 from qerl_bench.records import Demonstration, Prompt, Reward
-from qerl_bench.task.base import Generates
+from qerl_bench.task.base import TaskBase
 from qerl_bench.task.prompt_task import no_demonstrations
 from qerl_bench.task.prompts import PromptTemplate
 from qerl_bench.task.split import distinct_problems
@@ -24,7 +24,7 @@ ENOUGH = 0.4  # a share that few completions of random tokens reach
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvenCharacters(Generates):
+class EvenCharacters(TaskBase):
     """The fields of conf/task/even_characters.yaml."""
 
     name: str

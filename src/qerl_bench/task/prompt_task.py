@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from qerl_bench.checks import ConfigError, check_fields, count
 from qerl_bench.records import Prompt, Reward
-from qerl_bench.task.base import Generates
+from qerl_bench.task.base import TaskBase
 from qerl_bench.task.grader.grader import Grader
 from qerl_bench.task.grader.last_number import last_number_is
 from qerl_bench.task.prompts import PromptTemplate
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptTask(Generates):
+class PromptTask(TaskBase):
     """Options of every such task's YAML; task/prompts.py and task/grader/grader.py explain them."""
 
     name: str

@@ -15,7 +15,7 @@ from qerl_bench.algo.base import Algorithm
 from qerl_bench.checks import ConfigError, check_fields, count, one_of, require
 from qerl_bench.records import Demonstration, Prompt, Reward, Rollout
 from qerl_bench.seeding import derive
-from qerl_bench.task.base import Generates
+from qerl_bench.task.base import TaskBase
 from qerl_bench.task.prompt_task import no_demonstrations
 
 LENGTHS = ("fixed", "geometric")
@@ -23,7 +23,7 @@ IDS = 256  # prompts use token ids below this, which every vocabulary has
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape(Generates):
+class Shape(TaskBase):
     """The fields of conf/task/shape.yaml. Prompts are token ids, so no tokenizer or chat template changes them."""
 
     name: str

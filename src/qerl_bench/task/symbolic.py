@@ -14,7 +14,7 @@ from itertools import repeat
 from qerl_bench.checks import check_fields, count
 from qerl_bench.records import RENDERED, Demonstration, Prompt
 from qerl_bench.seeding import derive
-from qerl_bench.task.base import Generates
+from qerl_bench.task.base import TaskBase
 from qerl_bench.task.split import distinct_problems, is_held_out
 
 OPERATORS = "+-*"
@@ -30,7 +30,7 @@ class SymbolicProblem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SymbolicTask(Generates):
+class SymbolicTask(TaskBase):
     """A task whose problems and solutions are rows of words. A right answer earns 1, everything else 0."""
 
     name: str
