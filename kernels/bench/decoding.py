@@ -79,7 +79,10 @@ def random_policy(experiment: Experiment, rank: int, device: str) -> Policy:
 
 
 def kernels_of(rollout: Callable[[], object], device: str) -> list[dict[str, Any]]:
-    """Milliseconds that each kernel of a rollout ran, its share of all, and its calls; the longest first."""
+    """Milliseconds that each kernel of a rollout ran, its share of all, and its calls; the longest first.
+
+    Names are cut where arguments of a library's templates go on for hundreds of characters.
+    """
     activity = torch.profiler.ProfilerActivity.CUDA if device == "cuda" else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profile:
         rollout()
@@ -89,7 +92,10 @@ def kernels_of(rollout: Callable[[], object], device: str) -> list[dict[str, Any
     }
     total = sum(us for us, _ in spans.values())
     longest = sorted(((name, span) for name, span in spans.items() if span[0] > 0), key=lambda item: -item[1][0])
-    return [{"ms": us / 1e3, "share": us / total, "calls": calls, "kernel": name} for name, (us, calls) in longest]
+    return [
+        {"ms": round(us / 1e3, 6), "share": round(us / total, 9), "calls": calls, "kernel": name[:100]}
+        for name, (us, calls) in longest
+    ]
 
 
 class Way:

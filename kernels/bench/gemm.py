@@ -38,7 +38,8 @@ from qerl_kernels.decode_configs import MMA_V2, WGMMA, Config
 
 CONCATENATED = {"qkv": 3, "gate_up": 2}  # layers in one matrix, whose adapters are concatenated too
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256)
-BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5, "bfloat16": 16.0}
+BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5, "bfloat16": 16.0, "int4-32": 4.5, "int4-128": 4.125}
+BITS |= {"fp8": 8.0, "fp8-128x128": 8.0, "int8": 8.0}
 _PROCESSES = 14
 
 Peer = Callable[[tuple[int, int], torch.Tensor], Iterator[Call]]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from qerl_kernels.layout import BLOCK, INPUTS, ROWS, KernelWeight
+from qerl_kernels.layout import SCALE_TYPES, KernelWeight, shapes
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # layers with an adapter
 LAYERS = {  # Qwen2.5, N x K; query, key and value are one matrix, and gate and up
@@ -46,11 +46,9 @@ def require_gpu(parser: argparse.ArgumentParser) -> None:
 
 def random_weight(format_name: str, shape: tuple[int, int]) -> KernelWeight:
     """Random codes under random scales, made in the kernel layout."""
-    grid = (-(-shape[0] // ROWS), -(-shape[1] // INPUTS))
-    words = torch.empty((*grid, 32, 4), dtype=torch.int32, device="cuda").random_()
-    scales = torch.empty((*grid, 8, 2, INPUTS // BLOCK[format_name]), dtype=torch.uint8, device="cuda")
-    scales.random_(40, 100)
-    scales = scales.float() if format_name == "nf4" else scales
+    words_shape, scales_shape = shapes(format_name, shape)
+    words = torch.empty(words_shape, dtype=torch.int32, device="cuda").random_()
+    scales = torch.empty(scales_shape, dtype=SCALE_TYPES[format_name][0], device="cuda").random_(40, 100)
     return KernelWeight(format_name, shape, words, scales, 127 if format_name == "mxfp4" else 0)
 
 

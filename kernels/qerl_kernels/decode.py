@@ -1,12 +1,13 @@
-"""Linear layers over 4-bit weights for few tokens, as in sampling: one token of each sequence.
+"""Linear layers over packed weights for few tokens, as in sampling: one token of each sequence.
 
 `decode_gemm` takes up to 256 tokens. On Hopper it runs wgmma, on cards of compute capability 8 and 10 to 12 mma.sync;
 that kernel has been compiled for them, but has run on an H200 only, where it pays up to 64 tokens. If `pays` says no,
 use `dequantize` and a library GEMM. The weight is decoded in registers and never stored in 16 bits. The operand is code
-x block scale, as in training, and exact for the FP4 formats. Sums are FP32; tensor scale, adapter and bias are applied
-before the only rounding. Two runs give the same bits. The configuration, and with it the order of summation, depends on
-the number of tokens, so a row's last bits may differ between batch sizes, but not within a bucket (`decode_configs`).
-Left out: float16 activations, gradients.
+x block scale, as in training, and exact for the FP4 formats. Sums are FP32; tensor or row scale, adapter and bias are
+applied before the only rounding: in training a weight with row scales is rounded once more, to bfloat16. Two runs give
+the same bits. The configuration, and with it the order of summation, depends on the number of tokens, so a row's last
+bits may differ between batch sizes, but not within a bucket (`decode_configs`). Left out: float16 activations,
+gradients.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing import Any
 
 import torch
 
-from qerl_kernels import mxfp4, nf4, nvfp4
+from qerl_kernels import mxfp4, nf4, nvfp4, symmetric
 from qerl_kernels.decode_configs import BUCKETS, MMA_V2, WGMMA, Config, choose
-from qerl_kernels.layout import BLOCK, INPUTS, ROWS, KernelWeight, unpack
+from qerl_kernels.layout import BLOCK, EIGHT_BITS, INPUTS, ROWS, SCALE_TYPES, KernelWeight, block_rows, shapes, unpack
 from qerl_kernels.overlap import overlapping
 from qerl_kernels.scratch import COUNTERS, workspace
 
@@ -32,7 +33,6 @@ FEW_TOKENS = {WGMMA: 128, MMA_V2: 32}  # the same where the weight is at hand in
 MAX_RANK = 128
 _MIN_RANK = 16  # K of a tensor-core instruction
 _MOST_ROWS = 256  # of W that one program multiplies, so that none has rows of two parts
-_SCALE_WORDS = {"nvfp4": torch.int32, "mxfp4": torch.int16, "nf4": torch.float32}  # of a row and a column of tiles
 _KERNELS = {8: MMA_V2, 9: WGMMA, 10: MMA_V2, 11: MMA_V2, 12: MMA_V2}  # by major compute capability
 _PART = 16  # tokens whose partial sums one program of `add_partials` adds
 
@@ -93,7 +93,8 @@ def decode_gemm(
     kernel = kernel_of(x.device)
     assert kernel is not None
     if config is None:
-        config = choose(_gpu(x.device), weight.shape, len(x), kernel)
+        eight, columns = weight.format in EIGHT_BITS, max(1, BLOCK[weight.format] // INPUTS)
+        config = choose(_gpu(x.device), weight.shape, len(x), kernel, eight, columns)
     if config.kernel == WGMMA != kernel:
         raise ValueError(f"kernel={WGMMA} needs compute capability 9 (H100, H200); use a configuration of {MMA_V2}")
     _launch(x, weight, scale, bias, lora, y, config, parts)
@@ -121,8 +122,12 @@ def decode_reference(
 
 
 def operand(weight: KernelWeight) -> torch.Tensor:
-    """Code x block scale (N, K) in FP32; for NF4 rounded to bfloat16, as in all kernels."""
+    """Code x scale (N, K) in FP32; rounded to bfloat16, as in all kernels, for NF4 and the block scales of others."""
     packed = unpack(weight)
+    if (kind := weight.format.partition("-")[0]) in symmetric.CODES:
+        dtype = torch.bfloat16 if BLOCK[weight.format] else torch.float32
+        rows = block_rows(weight.format)
+        return symmetric.operand(packed, symmetric.CODES[kind], rows, weight.shape, dtype).float()
     if weight.format != "nf4":
         decode = nvfp4.operand if weight.format == "nvfp4" else mxfp4.operand
         return decode(packed["weight_packed"], packed["weight_scale"], torch.float32)
@@ -140,7 +145,6 @@ def _check(
     parts: Sequence[int] = (),
 ) -> None:
     n, k = weight.shape
-    tiles = (-(-n // ROWS), -(-k // INPUTS))
     if (reason := _unsupported(weight.words.device)) is not None:
         raise ValueError(reason)
     if x.ndim != 2 or not 0 < len(x) <= MAX_TOKENS:
@@ -148,9 +152,9 @@ def _check(
     _require("x", x[:1], weight, (1, k), (torch.bfloat16,))
     if x.data_ptr() % 16 or x.stride(0) % 8:
         raise ValueError(f"rows of x must start at multiples of 16 bytes, got strides {x.stride()}; copy it")
-    _require("words", weight.words, weight, (*tiles, 32, 4), (torch.int32,))
-    scales = torch.float32 if weight.format == "nf4" else torch.uint8
-    _require("scales", weight.scales, weight, (*tiles, 8, 2, INPUTS // BLOCK[weight.format]), (scales,))
+    words, scales = shapes(weight.format, weight.shape)
+    _require("words", weight.words, weight, words, (torch.int32,))
+    _require("scales", weight.scales, weight, scales, SCALE_TYPES[weight.format])
     if isinstance(scale, torch.Tensor):
         _require("scale", scale, weight, (n,), (torch.float32,))
     if bias is not None:
@@ -201,6 +205,8 @@ def _launch(
     partial, counters = workspace(x.device, blocks * config.split * config.rows * config.tokens * (config.split > 1))
     separate = config.separate or blocks > COUNTERS
     row_scale = scale if isinstance(scale, torch.Tensor) else None
+    if not BLOCK[weight.format]:
+        row_scale = weight.scales if row_scale is None else weight.scales.flatten()[:n] * row_scale
     factor = 2.0**weight.exponent * (1.0 if isinstance(scale, torch.Tensor) else scale)
     xa, b, scaling = lora if lora and lora[2] else (None, None, 0.0)  # the kernels divide by it
     rank = 0 if b is None else b.shape[1]
@@ -214,10 +220,7 @@ def _launch(
         **overlapping(x.device),
     }
     limit = {} if config.registers is None else {"maxnreg": config.registers}
-    tensors = (
-        weight.words, weight.scales.view(_SCALE_WORDS[weight.format]), nf4_table(x.device), row_scale, bias, xa, b, y,
-        partial, counters,
-    )  # fmt: skip
+    tensors = (weight.words, weight.scale_words, nf4_table(x.device), row_scale, bias, xa, b, y, partial, counters)
     constants = {
         "FORMAT": weight.format, "BM": config.rows, "BN": config.tokens, "RING": config.ring, "XBUF": config.buffers,
         "SEPARATE": separate, "W": config.warps, "num_warps": config.warps, **shared, **limit,
@@ -264,7 +267,7 @@ def launch_grouped(
     partial, counters = workspace(x.device, blocks * split * config.rows * config.tokens * (split > 1))
     multiply: Any = jit_decode.decode[(blocks, split)]
     multiply(
-        _box(x, config), weight.words, weight.scales.view(_SCALE_WORDS[weight.format]), nf4_table(x.device), scale,
+        _box(x, config), weight.words, weight.scale_words, nf4_table(x.device), scale,
         bias, None, None, y, partial, counters, items, 2.0**weight.exponent, 0.0, 0, n, columns, tiles, 0, 0, 0,
         0, n, len(items), FORMAT=weight.format, BM=config.rows, BN=config.tokens, SPLIT=split, RING=config.ring,
         XBUF=config.buffers, OVERLAP=config.overlap, SEPARATE=False, RANK=0, HAS_ROW_SCALE=scale is not None,

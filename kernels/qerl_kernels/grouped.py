@@ -19,13 +19,13 @@ import torch
 from qerl_kernels import decode
 from qerl_kernels.checks import require_device, require_shape
 from qerl_kernels.decode_configs import BUCKETS, WGMMA, Config, bucket, by_rule
-from qerl_kernels.layout import BLOCK, INPUTS, ROWS, KernelWeight
+from qerl_kernels.layout import INPUTS, ROWS, SCALE_TYPES, KernelWeight, shapes
 
 Weight = KernelWeight | torch.Tensor  # (E * N, K) packed, experts one after the other, or bfloat16 (E, N, K)
 
 MAX_TOKENS = 256  # of a batch, as of the decode GEMM
 _MAX_TILE = 64  # rows that one program multiplies
-_FORMATS = ("nvfp4", "mxfp4", "nf4")  # index: FORMAT of the kernel; bfloat16 is the next
+FORMATS = ("nvfp4", "mxfp4", "nf4")  # index: FORMAT of the kernel; bfloat16 is the next
 _SORTED = 64  # rows whose places one program finds
 _FLOATS = (torch.bfloat16, torch.float32)
 
@@ -171,7 +171,7 @@ def _launch(
         decode.nf4_table(x.device).view(torch.float32), rows.items, scale, bias, y,
         2.0**weight.exponent if packed else 1.0, n, k, -(-k // INPUTS), x.stride(0),
         *((0, 0, 0) if packed else weight.stride()),
-        FORMAT=_FORMATS.index(weight.format) if packed else len(_FORMATS), BM=block, BN=max(16, rows.tile),
+        FORMAT=FORMATS.index(weight.format) if packed else len(FORMATS), BM=block, BN=max(16, rows.tile),
         EVEN=k % INPUTS == 0, HAS_SCALE=scale is not None, HAS_BIAS=bias is not None,
         num_warps=4 if packed else 8, num_stages=4,
     )  # fmt: skip
@@ -186,8 +186,9 @@ def _matrix_shape(weight: Weight, experts: int) -> tuple[int, int]:
     n, k = weight.shape
     if n % (experts * ROWS):
         raise ValueError(f"packed weights of {experts} experts must have N a multiple of {ROWS}, got {n} / {experts}")
-    tiles = (n // ROWS, -(-k // INPUTS))
-    scale_type = torch.float32 if weight.format == "nf4" else torch.uint8
-    require_shape("words", weight.words, (*tiles, 32, 4), torch.int32)
-    require_shape("scales", weight.scales, (*tiles, 8, 2, INPUTS // BLOCK[weight.format]), scale_type)
+    if weight.format not in FORMATS:
+        raise ValueError(f"experts are packed in {', '.join(FORMATS)}, got {weight.format}; dequantize them")
+    words, scales = shapes(weight.format, weight.shape)
+    require_shape("words", weight.words, words, torch.int32)
+    require_shape("scales", weight.scales, scales, *SCALE_TYPES[weight.format])
     return n // experts, k

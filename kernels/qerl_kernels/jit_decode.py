@@ -1,4 +1,4 @@
-"""The decode GEMM for Hopper in Gluon: y^T = W x^T with 4-bit W decoded in registers, activations in shared memory.
+"""The decode GEMM for Hopper in Gluon: y^T = W x^T with packed W decoded in registers, activations in shared memory.
 
 Each program multiplies BM rows of W by BN tokens over its part of K. A warp takes 16 rows. Each lane loads the words
 and scales that it feeds to the tensor core (`layout`) straight from device memory, RING columns of 64 inputs ahead, and
@@ -32,10 +32,12 @@ from qerl_kernels.jit_decode_common import (
     private_layout,
     scale_pointers,
     scales_layout,
+    scales_step,
     sums_layout,
     values_of_codes,
     word_pointers,
     words_layout,
+    words_step,
 )
 
 # Names before and after Triton 3.7.
@@ -91,6 +93,7 @@ def decode(
     W: gl.constexpr,
 ):
     T: gl.constexpr = BM // 16
+    STEP: gl.constexpr = words_step(FORMAT)
     ACC: gl.constexpr = sums_layout(BN, W, True)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     WORDS: gl.constexpr = words_layout(T, W)
@@ -124,8 +127,8 @@ def decode(
     first = rounds * split // SPLIT
     last = rounds * (split + 1) // SPLIT
 
-    w_ptr = word_pointers(words_ptr, first_tile, row_block, TILES, COLUMNS, first, RING, T, WORDS)
-    s_ptr = scale_pointers(scales_ptr, first_tile, row_block, TILES, COLUMNS, first, RING, T, SCALES)
+    w_ptr = word_pointers(words_ptr, first_tile, row_block, TILES, COLUMNS, first, FORMAT, RING, T, WORDS)
+    s_ptr = scale_pointers(scales_ptr, first_tile, row_block, TILES, COLUMNS, first, FORMAT, RING, T, SCALES)
     table = values_of_codes(table_ptr, FORMAT, T, WORDS)
 
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -136,11 +139,10 @@ def decode(
     fence_async_shared()
     barrier()
 
-    words, s0, s1 = (), (), ()
+    loaded = ()
     for i in gl.static_range(RING):
         on = first * RING + i < COLUMNS
-        w, z0, z1 = load_column(w_ptr + i * 128, s_ptr + i * 16, on, FORMAT, T, WORDS)
-        words, s0, s1 = words + (w,), s0 + (z0,), s1 + (z1,)  # noqa: RUF005
+        loaded += load_column(w_ptr + i * STEP, s_ptr + scales_step(FORMAT, i), on, FORMAT, T, WORDS)
     if PDL and not GROUPED:  # nothing above depends on earlier kernels
         grid_dependency("launch_dependents")
         grid_dependency("wait")
@@ -153,21 +155,20 @@ def decode(
     phase = 0
     for r in range(first, last):
         mbarrier.wait(bars.index(buf), phase)
-        w_ptr += RING * 128
-        s_ptr += RING * 16
-        next_words, next_s0, next_s1 = (), (), ()
+        w_ptr += RING * STEP
+        s_ptr += scales_step(FORMAT, RING)
+        following = ()
         for i in gl.static_range(RING):
-            a = fragment(words[i], s0[i], s1[i], table, FORMAT, T, OPERAND)
+            a = fragment(loaded, i, table, FORMAT, T, OPERAND)
             on = (r + 1 < last) & (EVEN | ((r + 1) * RING + i < COLUMNS))
-            w, z0, z1 = load_column(w_ptr + i * 128, s_ptr + i * 16, on, FORMAT, T, WORDS)
-            next_words, next_s0, next_s1 = next_words + (w,), next_s0 + (z0,), next_s1 + (z1,)  # noqa: RUF005
+            following += load_column(w_ptr + i * STEP, s_ptr + scales_step(FORMAT, i), on, FORMAT, T, WORDS)
             acc = warpgroup_mma(a, xs.index(buf).slice(i * 64, 64, dim=1).permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
             if OVERLAP and i == 0:  # all warps have finished the previous round: its buffer is free
                 barrier()
                 on = (r > first) & (r - 1 + XBUF < last)
                 _load_activations(x_box, xs, bars, m0, r - 1 + XBUF, free, on, BN, RING)
-        words, s0, s1 = next_words, next_s0, next_s1
+        loaded = following
         if not OVERLAP:
             acc = warpgroup_mma_wait(0, deps=[acc])
             barrier()

@@ -1,19 +1,24 @@
-"""What the two decode GEMMs share: from 4-bit words in memory to the operand of a tensor core, and from sums to y.
+"""What the two decode GEMMs share: from packed words in memory to the operand of a tensor core, and from sums to y.
 
 `jit_decode` (wgmma) and `jit_decode_mma` (mma.sync) multiply in loops of their own. Words of W are in the order of both
-instructions' A operand (`layout`), so a lane loads what it multiplies and turns it into bfloat16 with masks and one
-product with the scale. The sums of both are in the same order too, row g or g + 8 of a warp's tile and two tokens of
-each eight, so partial sums, their addition and the end are the same code. Left out: an interpreter, which Gluon lacks.
+instructions' A operand (`layout`), so a lane loads what it multiplies and turns it into bfloat16 with masks and a
+product with the scale, which a whole row may have in common: then the sums are multiplied by it. The sums of both are
+in the same order too, row g or g + 8 of a warp's tile and two tokens of each eight, so partial sums, their addition and
+the end are the same code. Left out: an interpreter, which Gluon lacks.
 """
 
 # Triton's compiler wants constexpr annotations, although calls pass plain numbers.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false
 
+from collections.abc import Callable
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+
+from qerl_kernels.layout import BLOCK, EIGHT_BITS, INPUTS, SQUARES
 
 # Names before and after Triton 3.7.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -98,6 +103,66 @@ def _nf4_assembly() -> str:
     return "\n".join([*lines, "}"])
 
 
+def _symmetric_assembly(constants: dict[str, int], scale_lines: list[str], lines_of: Callable[..., list[str]]) -> str:
+    """PTX for codes of 4 or 8 bits; `lines_of(j, pair)` leaves a pair of bfloat16 in the register of `_output`."""
+    lines = ["{", ".reg .b32 x, y, z, v, q<8>;", ".reg .b32 " + ", ".join(constants) + ";", "mov.b32 z, 0x80008000;"]
+    lines += [f"mov.b32 {name}, {value:#010x};" for name, value in constants.items()]
+    lines += scale_lines
+    for j in range(4):
+        for pair in range(4):
+            lines += lines_of(j, pair)
+    return "\n".join([*lines, "}"])
+
+
+def _source(j: int, pair: int, to: int) -> tuple[str, list[str]]:
+    """The register with an 8-bit pair of word j from bit `to`, 0 or 8, of each half on, and how it gets there."""
+    word, at = f"${16 + j + 2 * (pair & 2)}", 8 * (pair & 1)
+    if at == to:
+        return word, []
+    return "v", [f"shr.u32 v, {word}, 8;" if to < at else f"shl.b32 v, {word}, 8;"]
+
+
+def _fp8_assembly(squares: bool) -> str:
+    """Words in operands 16 to 23, the scale of a square in 24. A code's bits in bfloat16 mean its value x 2^-120."""
+
+    def lines_of(j: int, pair: int) -> list[str]:
+        out, (source, lines) = _output(j, pair), _source(j, pair, 8)
+        lines += [f"shr.u32 y, {source}, 4;", "and.b32 y, y, m;", f"lop3.b32 x, {source}, z, y, 0xEA;"]  # (w & z) | y
+        return lines + [_product("x" if squares else out, "x", "c", True)] + squares * [_product(out, "x", "q0", True)]
+
+    scale_lines = squares * ["prmt.b32 q0, $24, 0, 0x1010;"]
+    return _symmetric_assembly({"m": 0x07F007F0, "c": 0x7B807B80}, scale_lines, lines_of)
+
+
+def _int8_assembly() -> str:
+    """128 + the lowest 7 bits, less 128 + the highest bit, which are bits of bfloat16 numbers from 128 to 256."""
+
+    def lines_of(j: int, pair: int) -> list[str]:
+        source, lines = _source(j, pair, 0)
+        lines += [f"lop3.b32 x, {source}, m, k, 0xEA;", f"lop3.b32 y, {source}, s, k, 0xEA;"]  # (w & m) | k
+        return [*lines, f"fma.rn.bf16x2 {_output(j, pair)}, y, n, x;"]
+
+    constants = {"m": 0x007F007F, "s": 0x00800080, "k": 0x43004300, "n": 0xBF80BF80}
+    return _symmetric_assembly(constants, [], lines_of)
+
+
+def _int4_assembly(blocks: int) -> str:
+    """128 + (code + 8), less 136, times the scale of one of `blocks`, operands 20 and 24 for rows g and g + 8."""
+
+    def lines_of(j: int, pair: int) -> list[str]:
+        source, lines = (f"${16 + j}", []) if pair == 0 else ("x", [f"shr.u32 x, ${16 + j}, {4 * pair};"])
+        lines += [f"lop3.b32 x, {source}, m, k, 0xEA;", "fma.rn.bf16x2 x, x, p, n;"]
+        return [*lines, _product(_output(j, pair), "x", f"q{2 * (pair & 1) + (j >> 1) * (blocks - 1)}", True)]
+
+    scale_lines = [
+        f"prmt.b32 q{2 * half + block}, ${20 + 4 * half}, 0, {'0x3232' if block else '0x1010'};"
+        for half in range(2)
+        for block in range(blocks)
+    ]
+    constants = {"m": 0x000F000F, "k": 0x43004300, "p": 0x3F803F80, "n": 0xC308C308}
+    return _symmetric_assembly(constants, scale_lines, lines_of)
+
+
 def _constraints(inputs: int) -> str:
     return ",".join(["=&r"] * 16 + ["r"] * (4 * inputs))
 
@@ -105,9 +170,39 @@ def _constraints(inputs: int) -> str:
 NVFP4, NVFP4_FUSED = (gl.constexpr(_nvfp4_assembly(fused)) for fused in (False, True))
 MXFP4, MXFP4_FUSED = (gl.constexpr(_mxfp4_assembly(fused)) for fused in (False, True))
 NF4 = gl.constexpr(_nf4_assembly())
+FP8, FP8_128X128 = (gl.constexpr(_fp8_assembly(squares)) for squares in (False, True))
+INT8 = gl.constexpr(_int8_assembly())
+INT4_32, INT4_128 = (gl.constexpr(_int4_assembly(blocks)) for blocks in (2, 1))
+TWO_INPUTS = gl.constexpr(_constraints(2))
 THREE_INPUTS = gl.constexpr(_constraints(3))
 FOUR_INPUTS = gl.constexpr(_constraints(4))
 PAIRS = gl.constexpr((gl.bfloat16,) * 8)
+
+
+@gluon.constexpr_function
+def words_step(format_name):
+    """Words from one column of tiles to the next."""
+    return 256 if format_name in EIGHT_BITS else 128
+
+
+@gluon.constexpr_function
+def columns_of(format_name):
+    """Columns of tiles that share scale words; 0: all do."""
+    return -(-BLOCK[format_name] // INPUTS)
+
+
+@gluon.constexpr_function
+def scales_step(format_name, columns):
+    """Scale words from a column of tiles to that `columns` further on; 0 if they share them."""
+    shared = -(-BLOCK[format_name] // INPUTS)
+    return columns // shared * (1 if format_name == SQUARES else 16) if shared else 0
+
+
+@gluon.constexpr_function
+def parts(format_name):
+    """Tensors of a column of tiles: one or two of words, then none, one (squares) or two of scales."""
+    scales = 0 if BLOCK[format_name] == 0 else 1 if format_name == SQUARES else 2
+    return scales + (2 if format_name in EIGHT_BITS else 1)
 
 
 @gluon.constexpr_function
@@ -191,12 +286,30 @@ def private_offsets(BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr, OF
 
 
 @gluon.jit
-def fragment(words, z0, z1, table, FORMAT: gl.constexpr, TILES: gl.constexpr, LAYOUT: gl.constexpr):
-    """Words (TILES, 8, 4, 4) and scale words (TILES, 8) of rows g and g + 8 to the A operand (16 TILES, 64)."""
-    s0 = gl.expand_dims(gl.expand_dims(z0, 2), 3).broadcast_to([TILES, 8, 4, 4])
-    s1 = gl.expand_dims(gl.expand_dims(z1, 2), 3).broadcast_to([TILES, 8, 4, 4])
+def _of_lanes(z, TILES: gl.constexpr):
+    return gl.expand_dims(gl.expand_dims(z, 2), 3).broadcast_to([TILES, 8, 4, 4])
+
+
+@gluon.jit
+def fragment(loaded, column: gl.constexpr, table, FORMAT: gl.constexpr, TILES: gl.constexpr, LAYOUT: gl.constexpr):
+    """The A operand (16 TILES, 64) of a column that `load_column` has added to `loaded`."""
+    FIRST: gl.constexpr = column * parts(FORMAT)
+    words, second = loaded[FIRST], loaded[FIRST + 1]
+    if FORMAT == "fp8-128x128":
+        s0 = _of_lanes(loaded[FIRST + 2], TILES)
+    elif FORMAT != "fp8" and FORMAT != "int8":
+        s0 = _of_lanes(second, TILES)
+        s1 = _of_lanes(loaded[FIRST + 2], TILES)
     FUSED: gl.constexpr = LAYOUT.parent.version[0] == 2
-    if FORMAT == "nf4":
+    if FORMAT == "fp8" or FORMAT == "int8":
+        CODE: gl.constexpr = FP8 if FORMAT == "fp8" else INT8
+        o = gl.inline_asm_elementwise(CODE, TWO_INPUTS, [words, second], dtype=PAIRS, is_pure=True, pack=4)
+    elif FORMAT == "fp8-128x128":
+        o = gl.inline_asm_elementwise(FP8_128X128, THREE_INPUTS, [words, second, s0], dtype=PAIRS, is_pure=True, pack=4)
+    elif FORMAT == "int4-32" or FORMAT == "int4-128":
+        CODE: gl.constexpr = INT4_32 if FORMAT == "int4-32" else INT4_128
+        o = gl.inline_asm_elementwise(CODE, THREE_INPUTS, [words, s0, s1], dtype=PAIRS, is_pure=True, pack=4)
+    elif FORMAT == "nf4":
         o = gl.inline_asm_elementwise(NF4, FOUR_INPUTS, [words, s0, s1, table], dtype=PAIRS, is_pure=True, pack=4)
     elif FORMAT == "mxfp4":
         CODE: gl.constexpr = MXFP4_FUSED if FUSED else MXFP4
@@ -214,33 +327,44 @@ def fragment(words, z0, z1, table, FORMAT: gl.constexpr, TILES: gl.constexpr, LA
 
 @gluon.jit
 def word_pointers(
-    ptr, first_tile, row_block, TILES, COLUMNS, first, RING: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr
-):
+    ptr, first_tile, row_block, TILES, COLUMNS, first,
+    FORMAT: gl.constexpr, RING: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Of the words (T, 8, 4, 4) of T tiles in column RING * `first`. Tiles past the last are read as the last.
 
-    Addresses have 32 bits, enough for 2^34 weights.
+    Addresses have 32 bits, enough for 2^33 weights.
     """
     tile = gl.arange(0, T, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     tile = (first_tile + gl.minimum(row_block * T + tile, TILES - 1)) * COLUMNS + first * RING
     g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
     j = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
-    at = gl.expand_dims(tile * 128, 1) + gl.expand_dims(g * 16, 0)
+    at = gl.expand_dims(tile * words_step(FORMAT), 1) + gl.expand_dims(g * 16, 0)
     at = gl.expand_dims(at, 2) + gl.expand_dims(gl.expand_dims(t * 4, 0), 1)
     return ptr + gl.expand_dims(at, 3) + gl.expand_dims(gl.expand_dims(gl.expand_dims(j, 0), 1), 2)
 
 
 @gluon.jit
 def scale_pointers(
-    ptr, first_tile, row_block, TILES, COLUMNS, first, RING: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """Of the scale words (T, 8, 2) of the same tiles."""
-    tile = gl.arange(0, T, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    tile = (first_tile + gl.minimum(row_block * T + tile, TILES - 1)) * COLUMNS + first * RING
-    g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    half = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    at = gl.expand_dims(tile * 16, 1) + gl.expand_dims(g * 2, 0)
-    return ptr + gl.expand_dims(at, 2) + gl.expand_dims(gl.expand_dims(half, 0), 1)
+    ptr, first_tile, row_block, TILES, COLUMNS, first,
+    FORMAT: gl.constexpr, RING: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Of the scale words (T, 8, 2) of the same tiles; of squares (T, 8), 8 times the same; of rows none."""
+    SHARED: gl.constexpr = columns_of(FORMAT)
+    if SHARED == 0:
+        return ptr
+    else:
+        gl.static_assert(RING % SHARED == 0)
+        tile = gl.arange(0, T, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+        tile = first_tile + gl.minimum(row_block * T + tile, TILES - 1)
+        tile = tile * (COLUMNS // SHARED) + first * (RING // SHARED)
+        g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+        if FORMAT == "fp8-128x128":
+            return ptr + gl.expand_dims(tile, 1) + gl.expand_dims(g * 0, 0)
+        else:
+            half = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+            at = gl.expand_dims(tile * 16, 1) + gl.expand_dims(g * 2, 0)
+            return ptr + gl.expand_dims(at, 2) + gl.expand_dims(gl.expand_dims(half, 0), 1)
 
 
 @gluon.jit
@@ -257,14 +381,22 @@ def values_of_codes(ptr, FORMAT: gl.constexpr, T: gl.constexpr, LAYOUT: gl.const
 
 @gluon.jit
 def load_column(w_ptr, s_ptr, on, FORMAT: gl.constexpr, TILES: gl.constexpr, LAYOUT: gl.constexpr):
-    """Words of one column of tiles and the scale words (TILES, 8) of rows g and g + 8; 0 unless `on`."""
+    """Words of one column of tiles and the scale words (TILES, 8) of rows g and g + 8; 0 unless `on`. See `parts`."""
     keep = gl.full([TILES, 8, 4, 4], on, gl.int1, layout=LAYOUT)
-    w = gl.load(w_ptr, mask=keep, other=0, eviction_policy="evict_first")
-    z = gl.load(s_ptr, mask=gl.full([TILES, 8, 2], on, gl.int1, layout=s_ptr.type.layout), other=0)
-    z = z.to(gl.int32, bitcast=True) if FORMAT == "nf4" else z.to(gl.int32)
-    z0, z1 = gl.split(z)
+    loaded = (gl.load(w_ptr, mask=keep, other=0, eviction_policy="evict_first"),)
+    if words_step(FORMAT) == 256:
+        loaded = loaded + (gl.load(w_ptr + 128, mask=keep, other=0, eviction_policy="evict_first"),)  # noqa: RUF005
     ROWS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))
-    return w, gl.convert_layout(z0, ROWS, assert_trivial=True), gl.convert_layout(z1, ROWS, assert_trivial=True)
+    if FORMAT == "fp8-128x128":
+        z = gl.load(s_ptr, mask=gl.full([TILES, 8], on, gl.int1, layout=s_ptr.type.layout), other=0)
+        loaded = loaded + (gl.convert_layout(z.to(gl.int32), ROWS, assert_trivial=True),)  # noqa: RUF005
+    elif columns_of(FORMAT) > 0:
+        z = gl.load(s_ptr, mask=gl.full([TILES, 8, 2], on, gl.int1, layout=s_ptr.type.layout), other=0)
+        z = z.to(gl.int32, bitcast=True) if FORMAT == "nf4" else z.to(gl.int32)
+        z0, z1 = gl.split(z)
+        z0 = gl.convert_layout(z0, ROWS, assert_trivial=True)
+        loaded = loaded + (z0, gl.convert_layout(z1, ROWS, assert_trivial=True))  # noqa: RUF005
+    return loaded
 
 
 @gluon.jit
@@ -349,7 +481,7 @@ def _write(
         factor /= scaling
     acc = acc * factor
     if HAS_ROW_SCALE:
-        acc = acc * gl.expand_dims(gl.load(row_scale_ptr + n, mask=n < N, other=0.0), 1)
+        acc = acc * gl.expand_dims(gl.load(row_scale_ptr + n, mask=n < N, other=0.0).to(gl.float32), 1)
     if RANK > 0:
         first = own * ((n0 >= end1).to(gl.int32) + (n0 >= end2).to(gl.int32))
         acc = _add_low_rank(acc, xa_ptr, b_ptr, n0, m0, M, N, rank, first, own, BM, BN, RANK, LAYOUT, W)

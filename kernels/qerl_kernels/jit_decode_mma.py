@@ -23,10 +23,12 @@ from qerl_kernels.jit_decode_common import (
     private_layout,
     scale_pointers,
     scales_layout,
+    scales_step,
     sums_layout,
     values_of_codes,
     word_pointers,
     words_layout,
+    words_step,
 )
 
 # Names before and after Triton 3.7.
@@ -73,6 +75,7 @@ def decode(
     W: gl.constexpr,
 ):
     T: gl.constexpr = BM // 16
+    STEP: gl.constexpr = words_step(FORMAT)
     ACC: gl.constexpr = sums_layout(BN, W, False)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     TOKENS: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=ACC, k_width=2)
@@ -90,13 +93,13 @@ def decode(
     first = rounds * split // SPLIT
     last = rounds * (split + 1) // SPLIT
 
-    w_ptr = word_pointers(words_ptr, 0, row_block, TILES, COLUMNS, first, RING, T, WORDS)
-    s_ptr = scale_pointers(scales_ptr, 0, row_block, TILES, COLUMNS, first, RING, T, SCALES)
+    w_ptr = word_pointers(words_ptr, 0, row_block, TILES, COLUMNS, first, FORMAT, RING, T, WORDS)
+    s_ptr = scale_pointers(scales_ptr, 0, row_block, TILES, COLUMNS, first, FORMAT, RING, T, SCALES)
     table = values_of_codes(table_ptr, FORMAT, T, WORDS)
-    words, s0, s1 = (), (), ()
+    loaded = ()
     for i in gl.static_range(RING):
-        w, z0, z1 = load_column(w_ptr + i * 128, s_ptr + i * 16, first * RING + i < COLUMNS, FORMAT, T, WORDS)
-        words, s0, s1 = words + (w,), s0 + (z0,), s1 + (z1,)  # noqa: RUF005
+        on = first * RING + i < COLUMNS
+        loaded += load_column(w_ptr + i * STEP, s_ptr + scales_step(FORMAT, i), on, FORMAT, T, WORDS)
     if PDL:  # nothing above depends on earlier kernels
         grid_dependency("launch_dependents")
         grid_dependency("wait")
@@ -122,16 +125,15 @@ def decode(
         at = (r + XBUF - 1) * (RING * 64)
         _copy(xs.index(free), x_ptr + at, mask=(row < M) & (k < K - at) & (r + XBUF - 1 < last))
         async_copy.commit_group()
-        w_ptr += RING * 128
-        s_ptr += RING * 16
-        next_words, next_s0, next_s1 = (), (), ()
+        w_ptr += RING * STEP
+        s_ptr += scales_step(FORMAT, RING)
+        following = ()
         for i in gl.static_range(RING):
-            a = fragment(words[i], s0[i], s1[i], table, FORMAT, T, OPERAND)
+            a = fragment(loaded, i, table, FORMAT, T, OPERAND)
             on = (r + 1 < last) & ((r + 1) * RING + i < COLUMNS)
-            w, z0, z1 = load_column(w_ptr + i * 128, s_ptr + i * 16, on, FORMAT, T, WORDS)
-            next_words, next_s0, next_s1 = next_words + (w,), next_s0 + (z0,), next_s1 + (z1,)  # noqa: RUF005
+            following += load_column(w_ptr + i * STEP, s_ptr + scales_step(FORMAT, i), on, FORMAT, T, WORDS)
             acc = mma_v2(a, xs.index(buf).slice(i * BN, BN, dim=0).permute((1, 0)).load(TOKENS), acc)
-        words, s0, s1 = next_words, next_s0, next_s1
+        loaded = following
         free = buf
         buf += 1
         if buf == XBUF:

@@ -11,6 +11,9 @@ import triton.language as tl
 NVFP4 = tl.constexpr(0)
 MXFP4 = tl.constexpr(1)
 NF4 = tl.constexpr(2)
+FP8 = tl.constexpr(3)
+INT8 = tl.constexpr(4)
+INT4 = tl.constexpr(5)
 PAIR = tl.constexpr(-2118090304)  # 0x81C081C0: sign, the two lowest exponent bits, the highest mantissa bit
 
 
@@ -42,9 +45,31 @@ def nf4_pair(codes, scale, table):
 
 
 @triton.jit
+def symmetric_value(code, FORMAT: tl.constexpr):
+    """FP32 of the code in the lowest 4 or 8 bits of a word."""
+    if FORMAT == FP8:
+        bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
+        return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    elif FORMAT == INT8:
+        return ((code << 24) >> 24).to(tl.float32)
+    else:
+        return ((code & 0xF) - 8).to(tl.float32)
+
+
+@triton.jit
+def symmetric_pair(codes, scale, FORMAT: tl.constexpr):
+    """The codes in the lowest bits of the halves of a word times `scale`."""
+    low = symmetric_value(codes, FORMAT)
+    return bfloat16_pair(low * scale, symmetric_value(codes >> 16, FORMAT) * scale, True)
+
+
+@triton.jit
 def load_scale(scales, at, inside, offset, FORMAT: tl.constexpr):
-    if FORMAT == NF4:
-        return tl.load(scales + at, mask=inside, other=0.0)
+    if FORMAT >= NF4:
+        scale = tl.load(scales + at, mask=inside, other=0)
+        if scale.dtype == tl.int16:  # bits of bfloat16
+            return (scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        return scale.to(tl.float32)
     byte = tl.load(scales + at, mask=inside, other=0).to(tl.int32)
     if FORMAT == NVFP4:
         return (byte << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
@@ -54,8 +79,8 @@ def load_scale(scales, at, inside, offset, FORMAT: tl.constexpr):
 
 @triton.jit
 def dequantize(
-    words,  # int32 (T, C, 32, 4)
-    scales,  # (T, C, 8, 2, S)
+    words,  # int32 (T, C, 32, 4), of 8 bits (T, C, 64, 4)
+    scales,  # in the shapes of `layout`; bfloat16 as int16
     table,  # FP32 (16,), used by NF4 only
     out,  # (N, K) bfloat16, as int32 (N, K / 2)
     rows,
@@ -63,7 +88,8 @@ def dequantize(
     columns,  # C
     offset,
     FORMAT: tl.constexpr,
-    S: tl.constexpr,  # scales per row of a tile, for its 64 inputs
+    S: tl.constexpr,  # scales per row of a tile, for its 64 inputs; 0: not of each row, or not of each tile
+    SHARED: tl.constexpr,  # columns of tiles with the same scales; 0: all
 ):
     tile = tl.program_id(1)
     c = tl.program_id(0) * 4 + tl.arange(0, 4)[:, None, None, None]
@@ -72,15 +98,32 @@ def dequantize(
     j = tl.arange(0, 4)[None, None, None, :]
     inside = c < columns
     here = tile.to(tl.int64) * columns + c
-    w = tl.load(words + here * 128 + g * 16 + t * 4 + j, mask=inside, other=0)
-    at = here * (16 * S) + g * (2 * S) + j * S // 4 + t * 0
+    BYTES: tl.constexpr = FORMAT > NF4 and FORMAT < INT4
+    words += here * (256 if BYTES else 128) + g * 16 + t * 4 + j
+    w = tl.load(words, mask=inside, other=0)
+    BELOW: tl.constexpr = S if SHARED > 0 else 8  # from the scale of a row to that of 8 rows further down
+    if SHARED == 0:
+        at = tile * 16 + g + (c + t + j) * 0
+    else:
+        at = (tile.to(tl.int64) * (columns // SHARED) + c // SHARED) * max(16 * S, 1) + g * (2 * S) + j * S // 4 + t * 0
     upper = load_scale(scales, at, inside, offset, FORMAT)  # of rows 0..7
-    lower = load_scale(scales, at + S, inside, offset, FORMAT)
+    lower = load_scale(scales, at + BELOW, inside, offset, FORMAT)
     if FORMAT == NF4:
         a = nf4_pair(w, upper, table)
         b = nf4_pair(w >> 4, lower, table)
         a2 = nf4_pair(w >> 8, upper, table)
         b2 = nf4_pair(w >> 12, lower, table)
+    elif FORMAT == INT4:
+        a = symmetric_pair(w, upper, FORMAT)
+        b = symmetric_pair(w >> 4, lower, FORMAT)
+        a2 = symmetric_pair(w >> 8, upper, FORMAT)
+        b2 = symmetric_pair(w >> 12, lower, FORMAT)
+    elif BYTES:
+        w2 = tl.load(words + 128, mask=inside, other=0)
+        a = symmetric_pair(w, upper, FORMAT)
+        b = symmetric_pair(w >> 8, lower, FORMAT)
+        a2 = symmetric_pair(w2, upper, FORMAT)
+        b2 = symmetric_pair(w2 >> 8, lower, FORMAT)
     else:
         a = e2m1_pair(w & PAIR, upper)
         b = e2m1_pair((w << 3) & PAIR, lower)

@@ -27,6 +27,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import get_cache_manager
 
 from qerl_kernels.decode_configs import Config, choose
+from qerl_kernels.layout import EIGHT_BITS
 
 # KiB that a program may have: A100, RTX 3090, RTX 4090, H100, B200, B300, Thor, RTX 5090, GB10.
 SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
@@ -38,6 +39,14 @@ _BRANCH = re.compile(r"\bBRA\b.*?(0x[0-9a-f]+)")
 # What assemblers have turned into wrong code, some up to now: sums of two 16 bit numbers for sm_90, and |x| made of -x
 # from sm_100 on (https://github.com/triton-lang/triton/issues/11581, https://github.com/pytorch/pytorch/issues/190973).
 _MISCOMPILED = re.compile(r"add\.s16x2|neg\.s32\s+(%r\d+), (%r\d+);(?s:.)*?max\.s32\s+%r\d+, (?:\1, \2|\2, \1);")
+SCALES = {  # types of what the decode GEMM loads as scales; for those of whole rows it loads nothing
+    **{"nvfp4": "*i32", "mxfp4": "*i16", "nf4": "*fp32", "int4-32": "*i32", "int4-128": "*i16", "fp8-128x128": "*i16"},
+    **dict.fromkeys(("fp8", "int8"), "*i32"),
+}
+SYMMETRIC = (  # arguments of `test_decode_mma` but for the card
+    ("fp8", 8, 32, 3.4), ("int8", 64, 32, 5.4), ("fp8-128x128", 8, 32, 4.3), ("fp8", 64, 32, 5.7), ("int8", 8, 32, 2.9),
+    ("fp8-128x128", 64, 32, 6.4), ("int4-32", 64, 32, 5.5), ("int4-128", 16, 32, 3.5),
+)  # fmt: skip
 HEAD = dict.fromkeys(("vocabulary", "stride"), "i32") | {"inverse_temperature": "fp32"}
 
 
@@ -160,17 +169,30 @@ def _overlapping(arch: int) -> tuple[bool, ...]:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("format_number", "scales", "bound"), [(0, 4, 11.8), (1, 2, 12.1), (2, 1, 15.9)])
-def test_dequantize(arch: int, format_number: int, scales: int, bound: float) -> None:
+@pytest.mark.parametrize(
+    ("format_number", "kind", "scales", "shared", "bound"),
+    [
+        (0, "*u8", 4, 1, 11.8),
+        (1, "*u8", 2, 1, 12.1),
+        (2, "*fp32", 1, 1, 15.9),
+        (3, "*i16", 0, 0, 16.3),
+        (3, "*i16", 0, 2, 16.3),
+        (4, "*i16", 0, 0, 12.4),
+        (5, "*i16", 2, 1, 14.9),
+        (5, "*i16", 1, 2, 14.9),
+    ],
+)
+def test_dequantize(arch: int, format_number: int, kind: str, scales: int, shared: int, bound: float) -> None:
     """17 instructions a weight would cost as much time as the memory traffic; stores are whole lines."""
     from qerl_kernels import jit_dequantize
 
-    signature = {"words": "*i32", "scales": "*fp32" if format_number == 2 else "*u8", "table": "*fp32", "out": "*i32"}
+    signature = {"words": "*i32", "scales": kind, "table": "*fp32", "out": "*i32"}
     signature |= dict.fromkeys(("rows", "half_width", "columns", "offset"), "i32")
-    built = compiled(jit_dequantize.dequantize, signature, {"FORMAT": format_number, "S": scales}, arch, num_warps=4)
+    constants = {"FORMAT": format_number, "S": scales, "SHARED": shared}
+    built = compiled(jit_dequantize.dequantize, signature, constants, arch, num_warps=4)
     _sound(built)
     assert len(built.instructions) * 128 / 4096 <= bound
-    assert built.count(r"LDG\.\S*128") == 1  # four words of each thread at once
+    assert built.count(r"LDG\.\S*128") == (2 if format_number in (3, 4) else 1)  # four words of each thread at once
     assert built.count(r"STG\.\S*128") == built.count("STG") == 4
     assert built.count("FTZ") == 0  # FP32 subnormals are codes here
 
@@ -348,8 +370,8 @@ def _decode(
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     signature = {"x_box": f"tensordesc<bf16[{config.tokens}, {64 * config.ring}],{layout!r}>"}
     signature |= dict.fromkeys(("words_ptr", "table_ptr", "counter_ptr", "items_ptr"), "*i32")
-    signature |= {"scales_ptr": {"nvfp4": "*i32", "mxfp4": "*i16", "nf4": "*fp32"}[format_name]}
-    signature |= dict.fromkeys(("row_scale_ptr", "partial_ptr"), "*fp32")
+    rows = "*bf16" if format_name in ("fp8", "int8") else "*fp32"
+    signature |= {"scales_ptr": SCALES[format_name], "row_scale_ptr": rows, "partial_ptr": "*fp32"}
     signature |= dict.fromkeys(("bias_ptr", "xa_ptr", "b_ptr", "y_ptr"), "*bf16")
     signature |= dict.fromkeys(("factor", "scaling"), "fp32")
     signature |= dict.fromkeys(
@@ -374,6 +396,14 @@ def _decode(
         ("nf4", 16, 0, False, 4.9),
         ("nvfp4", 16, 0, True, 3.9),  # of experts, with scale and bias
         ("mxfp4", 64, 0, True, 3.6),
+        ("fp8", 16, 32, False, 3.6),
+        ("fp8", 128, 32, False, 4.1),
+        ("fp8-128x128", 16, 0, False, 4.4),
+        ("fp8-128x128", 64, 32, False, 4.7),
+        ("int8", 16, 32, False, 3.1),
+        ("int4-32", 16, 32, False, 3.4),
+        ("int4-128", 16, 32, False, 3.5),
+        ("int4-128", 128, 32, False, 3.9),
     ],
 )
 def test_decode(format_name: str, tokens: int, rank: int, grouped: bool, bound: float) -> None:
@@ -386,7 +416,8 @@ def test_decode(format_name: str, tokens: int, rank: int, grouped: bool, bound: 
     loop = built.loop("HGMMA")
     assert not any(text.startswith(("LDL", "STL")) for text in loop)
     assert sum("HGMMA" in text for text in loop) == 4 * ring
-    assert sum("LDG" in text and ".128" in text for text in loop) == ring
+    eight = format_name in EIGHT_BITS
+    assert sum("LDG" in text and ".128" in text for text in loop) == ring * (1 + eight)
     assert len(loop) * 32 * 4 / (64 * 64 * ring) <= bound
 
 
@@ -435,10 +466,11 @@ def _decode_mma(arch: int, format_name: str, tokens: int, rank: int) -> Compiled
     from qerl_kernels import jit_decode_mma
     from qerl_kernels.decode_configs import MMA_V2, by_rule
 
-    config = by_rule((4608, 3584), tokens, MMA_V2)
-    signature = {"x_ptr": "*bf16", "scales_ptr": {"nvfp4": "*i32", "mxfp4": "*i16", "nf4": "*fp32"}[format_name]}
+    config = by_rule((4608, 3584), tokens, MMA_V2, format_name in EIGHT_BITS)
+    signature = {"x_ptr": "*bf16", "scales_ptr": SCALES[format_name]}
     signature |= dict.fromkeys(("words_ptr", "table_ptr", "counter_ptr"), "*i32")
-    signature |= dict.fromkeys(("row_scale_ptr", "partial_ptr"), "*fp32")
+    rows = "*bf16" if format_name in ("fp8", "int8") else "*fp32"
+    signature |= {"row_scale_ptr": rows, "partial_ptr": "*fp32"}
     signature |= dict.fromkeys(("bias_ptr", "xa_ptr", "b_ptr", "y_ptr"), "*bf16")
     signature |= dict.fromkeys(("factor", "scaling"), "fp32")
     sizes = ("M", "N", "K", "COLUMNS", "TILES", "rank", "own", "end1", "end2", "stride_x", "stride_ym")
@@ -470,6 +502,8 @@ def _decode_mma(arch: int, format_name: str, tokens: int, rank: int) -> Compiled
         (120, "mxfp4", 8, 0, 3.2),
         (121, "nvfp4", 64, 128, 6.5),
         (121, "nf4", 8, 0, 5.7),
+        *((arch, *SYMMETRIC[i % 6]) for i, arch in enumerate(CARDS)),
+        *((arch, *SYMMETRIC[6 + i % 2]) for i, arch in enumerate(CARDS)),
     ],
 )
 def test_decode_mma(arch: int, format_name: str, tokens: int, rank: int, bound: float) -> None:
@@ -479,7 +513,8 @@ def test_decode_mma(arch: int, format_name: str, tokens: int, rank: int, bound: 
     """
     from qerl_kernels.decode_configs import MMA_V2, by_rule
 
-    built, config = _decode_mma(arch, format_name, tokens, rank), by_rule((4608, 3584), tokens, MMA_V2)
+    eight = format_name in EIGHT_BITS
+    built, config = _decode_mma(arch, format_name, tokens, rank), by_rule((4608, 3584), tokens, MMA_V2, eight)
     assert built.stack <= 8 and built.shared <= 99 * 1024  # that of an RTX 4090
     assert built.overlaps == (arch >= 90) and not built.waits_first
     loop = built.loop("HMMA")
@@ -487,7 +522,7 @@ def test_decode_mma(arch: int, format_name: str, tokens: int, rank: int, bound: 
     assert sum("HMMA.16816.F32.BF16" in text for text in loop) == config.ring * config.tokens // 2
     assert sum("LDSM.16.M88.4" in text for text in loop) == config.ring * config.tokens // 4
     assert sum(re.search(r"LDGSTS\S*\.128", text) is not None for text in loop) == config.ring * config.tokens // 16
-    assert sum(re.search(r"LDG\.\S*\.128", text) is not None for text in loop) == config.ring
+    assert sum(re.search(r"LDG\.\S*\.128", text) is not None for text in loop) == config.ring * (1 + eight)
     assert sum("BAR.SYNC" in text for text in loop) == 2  # more, and each copy would wait for the one before
     assert len(loop) * 32 * config.warps / (config.rows * 64 * config.ring) <= bound
 

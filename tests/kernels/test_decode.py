@@ -24,6 +24,7 @@ from qerl_kernels.decode_configs import (
     candidates,
     choose,
 )
+from tests.kernels.symmetric_weights import SPECS, packed_symmetric
 
 TOKENS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 65, 127, 129, 256)
 QWEN_SHAPES = ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (7168, 5120), (5120, 27648))
@@ -37,6 +38,8 @@ each_kernel = pytest.mark.parametrize(
 
 
 def random_weight(format_name: str, n: int, k: int, device: str, largest_scale: int = 0x7F) -> layout.KernelWeight:
+    if format_name in SPECS:
+        return layout.repack(format_name, packed_symmetric(format_name, (n, k), n + k), (n, k)).to(device)
     generator = torch.Generator().manual_seed(n + k)
     codes = torch.randint(0, 256, (n, k // 2), generator=generator, dtype=torch.uint8)
     packed: dict[str, torch.Tensor]
@@ -86,15 +89,16 @@ def run(x: torch.Tensor, weight: layout.KernelWeight, config: Config, **more: An
 @pytest.mark.parametrize("m", TOKENS)
 @pytest.mark.parametrize("format_name", layout.BLOCK)
 def test_gemm_is_that_of_float64(format_name: str, m: int, kernel: str) -> None:
-    tail = {"nvfp4": 80, "mxfp4": 96, "nf4": 192}[format_name]  # not whole columns, nor whole rounds
+    block, eight = layout.BLOCK[format_name], format_name in layout.EIGHT_BITS
+    tail = {16: 80, 32: 96, 64: 192, 128: 128}.get(block, 72)  # not whole columns, nor whole rounds
     for n, k, split, separate in (
-        (1, 64, 1, False),
+        (1, max(64, block), 1, False),
         (129, tail + 512, 1, False),
-        (200, 1600, 2, False),
+        (200, 1600 if block < 128 else 1664, 2, False),
         (200, tail + 1024, 2, True),
     ):
         weight, x = random_weight(format_name, n, k, "cuda"), activations(m, k, "cuda")
-        config = replace(by_rule((n, k), m, kernel), split=split, separate=separate)
+        config = replace(by_rule((n, k), m, kernel, eight), split=split, separate=separate)
         for more in ({}, extras(m, n, 8, "cuda") if n == 129 else {"scale": 0.25}):
             y = run(x, weight, config, **more)
             want, allowed = expected(x, weight, **more)
@@ -205,10 +209,12 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return low | (high << 16)
 
 
-def product_and_zero(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """The fused form with -0, the one number that changes no product."""
-    assert int(c) == 0x80008000
-    return product(a, b)
+def product_and_sum(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """Rounded once: these sums are exact in FP32, and -0 is the one number that changes no product."""
+    first, second, third = (torch.stack((x & 0xFFFF, x >> 16), dim=-1).int().to(torch.int16) for x in (a, b, c))
+    x, y, z = (half.view(torch.bfloat16).float() for half in (first, second, third))
+    low, high = ((x * y + z).bfloat16().view(torch.int16).long() & 0xFFFF).unbind(-1)
+    return low | (high << 16)
 
 
 def permuted(a: torch.Tensor, zero: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
@@ -231,7 +237,7 @@ OPERATIONS: dict[str, Any] = {
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,
     "mul.rn.bf16x2": product,
-    "fma.rn.bf16x2": product_and_zero,
+    "fma.rn.bf16x2": product_and_sum,
     "prmt.b32": permuted,
     "lop3.b32": logic,
 }
@@ -249,20 +255,31 @@ def assembled(code: str, inputs: dict[int, torch.Tensor]) -> dict[str, torch.Ten
     return values
 
 
-@pytest.mark.parametrize("name", ["NVFP4", "MXFP4", "NVFP4_FUSED", "MXFP4_FUSED"])
+@pytest.mark.parametrize(
+    "name",
+    ["NVFP4", "MXFP4", "NVFP4_FUSED", "MXFP4_FUSED", *(name.upper().replace("-", "_") for name in SPECS)],
+)
 def test_assembly_decodes_the_layout(name: str) -> None:
     """The PTX that the kernels inline, run by hand: operand x 2^-exponent where the tensor core expects it.
 
     That is the A fragment of m16n8k16: lane 4 g + t has rows g and g + 8, inputs 2t, 2t + 1, 2t + 8 and 2t + 9.
     """
     common = pytest.importorskip("qerl_kernels.jit_decode_common", exc_type=ImportError)
-    format_name = name.removesuffix("_FUSED").lower()
-    weight = random_weight(format_name, 16, 64, "cpu")
-    words, scale_type = weight.words.view(8, 4, 4), {"nvfp4": torch.int32, "mxfp4": torch.int16}[format_name]
-    scales = weight.scales.view(scale_type).view(8, 2).repeat_interleave(4, dim=0)  # of each lane's rows g and g + 8
-    inputs = {16 + j: words[:, :, j].flatten() for j in range(4)} | {20: scales[:, 0], 24: scales[:, 1]}
+    format_name = name.removesuffix("_FUSED").lower().replace("_", "-")
+    weight = random_weight(format_name, 16, max(64, layout.BLOCK[format_name]), "cpu")
+    words = weight.words[0, 0].view(-1, 8, 4, 4)  # of the first column of tiles, in fours
+    inputs = {16 + 4 * i + j: fours[:, :, j].flatten() for i, fours in enumerate(words) for j in range(4)}
+    row_scale = torch.ones(16)
+    if layout.BLOCK[format_name]:
+        scales = weight.scale_words[0, 0]
+        scales = scales.reshape(-1, min(2, scales.numel()))  # of rows g and g + 8; of a square one
+        scales = scales.repeat_interleave(32 // len(scales), dim=0)  # of each lane
+        inputs |= {16 + 4 * (len(words) + i): one for i, one in enumerate(scales.unbind(1))}
+    else:
+        row_scale = weight.scales[0].float()
     code = getattr(common, name).value
-    assert ("mul.rn.bf16x2" in code) != name.endswith("_FUSED") != ("fma.rn.bf16x2" not in code)
+    fused = name.endswith("_FUSED") or format_name in SPECS
+    assert ("mul.rn.bf16x2" in code) != fused != ("fma.rn.bf16x2" not in code)
     values = assembled(code, inputs)
     found = torch.zeros(16, 64, dtype=torch.bfloat16)
     for j in range(4):
@@ -270,18 +287,22 @@ def test_assembly_decodes_the_layout(name: str) -> None:
             pairs = values[common._output(j, pair)].int().view(torch.bfloat16).view(8, 4, 2)
             first = 16 * j + 8 * (pair >> 1)
             found[8 * (pair & 1) :][:8, first : first + 8] = pairs.flatten(1)
-    assert torch.equal(found.float() * 2.0**weight.exponent, decode.operand(weight))
+    found_operand = found.float() * 2.0**weight.exponent * row_scale[:, None]
+    assert torch.equal(found_operand, decode.operand(weight)[:, :64])
 
 
 @pytest.mark.parametrize("format_name", layout.BLOCK)
 def test_reference_is_that_of_the_dequantized_weight(format_name: str) -> None:
-    m, n, k = 3, 20, 192
+    m, n, k = 3, 20, 384
     weight, x, more = random_weight(format_name, n, k, "cpu"), activations(m, k, "cpu"), extras(m, n, 4, "cpu")
     packed = layout.unpack(weight)
     if format_name == "nf4":
         codes = packed["weight"].flatten()
         dense = torch.tensor([nf4.VALUES[c] for byte in codes.tolist() for c in (byte >> 4, byte & 15)])
         dense = (dense.view(-1, 64) * packed["absmax"].view(-1, 1)).bfloat16().view(n, k)
+    elif format_name in SPECS:
+        dtype = torch.bfloat16 if layout.BLOCK[format_name] else torch.float32  # scales of rows are applied to sums
+        dense = SPECS[format_name].operand(packed, (n, k), dtype)
     else:
         from qerl_kernels import mxfp4, nvfp4
 
@@ -335,7 +356,13 @@ def test_every_configuration_fits_the_processor() -> None:
     shipped = [c for sizes in decode_configs.table("NVIDIA H200").values() for c in sizes.values()]
     assert len(shipped) == 8 * len(BUCKETS)
     shapes = (*QWEN_SHAPES, (1, 16), (64, 64), (17, 4096))
-    ruled = [(shape, by_rule(shape, m, kernel)) for shape in shapes for m in BUCKETS for kernel in (WGMMA, MMA_V2)]
+    ruled = [
+        (shape, by_rule(shape, m, kernel, eight))
+        for shape in shapes
+        for m in BUCKETS
+        for kernel in (WGMMA, MMA_V2)
+        for eight in (False, True)
+    ]
     tried = [
         c for shape in QWEN_SHAPES for m in BUCKETS for kernel in (WGMMA, MMA_V2) for c in candidates(shape, m, kernel)
     ]
@@ -356,8 +383,12 @@ def test_own_measurements_go_before_the_shipped_table(tmp_path: Any, monkeypatch
     decode_configs.write_table(written, {(3584, 3584): {16: own}})
     assert [path.name for path in decode_configs.tables("NVIDIA H200")] == ["decode_h200.json", written.name]
     assert choose("NVIDIA H200", (3584, 3584), 9) == own != before
+    assert choose("NVIDIA H200", (3584, 3584), 9, columns=2) == own
+    assert choose("NVIDIA H200", (3584, 3584), 9, columns=8) == by_rule((3584, 3584), 9)
     assert decode_configs.tables("another GPU") == []
     assert choose("another GPU", (3584, 3584), 9) == by_rule((3584, 3584), 16)
+    eight = choose("NVIDIA H200", (3584, 3584), 9, eight_bits=True)
+    assert eight == by_rule((3584, 3584), 16, eight_bits=True) and eight.ring == 4  # tables are of 4 bits
     forced = choose("NVIDIA H200", (3584, 3584), 9, MMA_V2)
     assert forced == by_rule((3584, 3584), 16, MMA_V2) and forced.kernel == MMA_V2
     decode_configs.table.cache_clear()

@@ -7,8 +7,9 @@ import torch
 
 from qerl_kernels import mxfp4, nf4, nvfp4
 from qerl_kernels.dequantize import dequantize
-from qerl_kernels.layout import repack
+from qerl_kernels.layout import BLOCK, repack
 from qerl_kernels.scratch import scratch
+from tests.kernels.symmetric_weights import SPECS, packed_symmetric
 
 Packed = dict[str, torch.Tensor]
 ALL_CODES = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8)  # 16 codes
@@ -16,6 +17,8 @@ ALL_CODES = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype
 
 def _wanted(format_name: str, packed: Packed, shape: tuple[int, int]) -> torch.Tensor:
     """The operand in FP64 (nf4: FP32), rounded to bfloat16 once; exact for the FP4 formats."""
+    if format_name in SPECS:
+        return SPECS[format_name].operand(packed, shape, torch.bfloat16)
     if format_name == "nvfp4":
         return nvfp4.operand(packed["weight_packed"], packed["weight_scale"], torch.float32).bfloat16()
     if format_name == "mxfp4":
@@ -32,6 +35,8 @@ def _random(format_name: str, shape: tuple[int, int], seed: int = 0) -> Packed:
         return torch.randint(0, below, size, generator=generator, dtype=torch.uint8)
 
     n, k = shape
+    if format_name in SPECS:
+        return packed_symmetric(format_name, shape, seed)
     if format_name == "nvfp4":
         scale = bytes_of(n, k // 16, below=127).view(torch.float8_e4m3fn)
         return {"weight_packed": bytes_of(n, k // 2), "weight_scale": scale}
@@ -50,9 +55,11 @@ def _check(format_name: str, packed: Packed, shape: tuple[int, int], device: str
     assert again.data_ptr() == scratch((1,), torch.uint8, out.device).data_ptr()
 
 
-@pytest.mark.parametrize("format_name", ["nvfp4", "mxfp4", "nf4"])
-@pytest.mark.parametrize("shape", [(1, 64), (17, 320), (40, 512)])
+@pytest.mark.parametrize("format_name", BLOCK)
+@pytest.mark.parametrize("shape", [(1, 64), (17, 320), (40, 512), (150, 256)])
 def test_odd_shapes(device: str, format_name: str, shape: tuple[int, int]) -> None:
+    n, k = shape
+    shape = (n, max(k, 128) // 128 * 128) if BLOCK[format_name] == 128 else shape
     _check(format_name, _random(format_name, shape), shape, device)
 
 
@@ -70,6 +77,23 @@ def test_all_codes_under_all_mxfp4_scales(device: str) -> None:
     scales = torch.arange(253, dtype=torch.uint8)[:, None].repeat(1, 2)
     packed = {"weight_packed": ALL_CODES.repeat(253, 4).view(253, 32), "weight_scale": scales}
     _check("mxfp4", packed, (253, 64), device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("format_name", ["fp8", "int8"])
+def test_scales_of_rows_in_other_dtypes(device: str, format_name: str, dtype: torch.dtype) -> None:
+    """And a width of no whole tiles."""
+    _check(format_name, packed_symmetric(format_name, (37, 72), dtype=dtype), (37, 72), device)
+
+
+@pytest.mark.parametrize("format_name", SPECS)
+def test_all_symmetric_codes_under_all_exponents(device: str, format_name: str) -> None:
+    """Scales in bfloat16 with subnormals, to products that are subnormal, and rounded to the even of two neighbours."""
+    packed = packed_symmetric(format_name, (256, 256))
+    bits = torch.arange(packed["weight_scale"].numel()) * 0x7F80 // packed["weight_scale"].numel()
+    packed["weight_scale"] = bits.to(torch.int16).view(torch.bfloat16).view_as(packed["weight_scale"]) * 2.0**-10
+    assert packed["weight_scale"].isfinite().all()
+    _check(format_name, packed, (256, 256), device)
 
 
 @pytest.mark.parametrize("format_name", ["nvfp4", "nf4"])

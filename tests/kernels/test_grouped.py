@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from qerl_bench.quant.matrices import PackedMatrices
 from qerl_kernels import decode, grouped, layout
 from qerl_kernels.grouped import SortedRows, grouped_gemm, grouped_reference, sort_rows, sort_rows_reference
+from tests.kernels.symmetric_weights import SPECS, packed_symmetric
 from tests.weight_formats import PLAIN
 
-FORMATS = (*layout.BLOCK, "bf16")
+FORMATS = (*grouped.FORMATS, "bf16")
 
 
 def random_weight(format_name: str, experts: int, n: int, k: int, device: str) -> Any:
@@ -179,7 +181,6 @@ def test_packed_experts_run_through_it(architecture: str, interpreter: None, mon
 
     from qerl_bench.quant.experts import matrices_of, matrix_shape, pack_experts
     from qerl_bench.quant.grouped import ExpertsAdapter
-    from qerl_bench.quant.matrices import PackedMatrices
     from qerl_bench.quant.nvfp4 import NVFP4
 
     sizes = {"hidden_size": 64, "num_experts" if architecture == "qwen3_moe" else "num_local_experts": 4}
@@ -216,6 +217,17 @@ def test_packed_experts_run_through_it(architecture: str, interpreter: None, mon
         found = experts(x, ids, weights)
     assert len(used) == 1 and used[0].experts == 4
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4 * want.abs().max().item())
+
+
+def test_experts_in_8_bits_run_the_reference() -> None:
+    packed = {name: torch.stack([t, t]) for name, t in packed_symmetric("int8", (16, 64)).items()}
+    matrices = PackedMatrices(SPECS["int8"], packed, (2, 16, 64), False)
+    with pytest.raises(ValueError, match="the fused kernels have no layout for INT8"):
+        matrices.use_kernels()
+    rows = {name: t.flatten(0, 1) for name, t in packed.items()}
+    more = case(2, 1, 1, 16, 64, "cpu")
+    with pytest.raises(ValueError, match="experts are packed in nvfp4, mxfp4, nf4, got int8"):
+        grouped_gemm(more["x"], layout.repack("int8", rows, (32, 64)), more["rows"])
 
 
 def test_wrong_arguments_are_explained() -> None:

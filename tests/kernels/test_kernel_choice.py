@@ -72,9 +72,11 @@ def test_why_not(stand_in: Callable[..., None]) -> None:
     assert kernel_choice.why_not_fused("auto", cuda) == "the package triton is not installed"
 
 
-@pytest.mark.parametrize("quant", ["nvfp4", "mxfp4", "nf4"])
+@pytest.mark.parametrize(
+    ("quant", "bits"), [("nvfp4", 4.5), ("mxfp4", 4.5), ("nf4", 4.5), ("fp8", 8.25), ("int8", 8.25), ("int4", 4.5)]
+)
 def test_a_packed_policy_trains_as_before(
-    make_policy: MakePolicy, quant: str, interpreter: None, stand_in: Callable[..., None]
+    make_policy: MakePolicy, quant: str, bits: float, interpreter: None, stand_in: Callable[..., None]
 ) -> None:
     """bfloat16: the adapter's products are rounded elsewhere, so scores agree to what that format resolves.
 
@@ -100,7 +102,7 @@ def test_a_packed_policy_trains_as_before(
         assert all(torch.equal(after[key].view(torch.uint8), x.view(torch.uint8)) for key, x in before[name].items())
         assert set(dict(layer.named_buffers())) & set(before[name]) <= {"weight_global_scale"}
         padded = -(-layer.in_features // 64) * 64 * -(-layer.out_features // 16) * 16
-        assert resident_bytes(layer) <= padded * 4.5 / 8 + 4
+        assert resident_bytes(layer) <= padded * bits / 8 + 4
         layer.half()  # moves and never converts
         assert layer.kernel_weight is not None and layer.kernel_weight.words.dtype == torch.int32
 

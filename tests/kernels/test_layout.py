@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from qerl_kernels import e2m1, layout, mxfp4, nf4, nvfp4
+from tests.kernels.symmetric_weights import SPECS, packed_symmetric
 
 SHAPES = [(1, 64), (16, 256), (17, 320), (40, 512), (130, 192)]
 
 
 def packed_weight(format_name: str, n: int, k: int) -> dict[str, torch.Tensor]:
     """Every code and many scales occur."""
+    if format_name in SPECS:
+        return packed_symmetric(format_name, (n, k))
     generator = torch.Generator().manual_seed(n * k)
     codes = torch.randint(0, 256, (n, k // 2), generator=generator, dtype=torch.uint8)
     if format_name == "nf4":
@@ -28,12 +31,33 @@ def packed_weight(format_name: str, n: int, k: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("format_name", layout.BLOCK)
 def test_unpack_gives_back_every_bit(format_name: str, shape: tuple[int, int]) -> None:
+    n, k = shape
+    shape = (n, -(-k // (block := layout.BLOCK[format_name] or 1)) * block)
     packed = packed_weight(format_name, *shape)
     again = layout.unpack(layout.repack(format_name, packed, shape))
     assert again.keys() == packed.keys()
     for name, tensor in packed.items():
         assert again[name].dtype == tensor.dtype and again[name].shape == tensor.shape, name
         assert torch.equal(again[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("format_name", ["fp8", "int8"])
+def test_scales_of_rows_keep_their_dtype(format_name: str, dtype: torch.dtype) -> None:
+    packed = packed_symmetric(format_name, (37, 72), dtype=dtype)
+    weight = layout.repack(format_name, packed, (37, 72))
+    again = layout.unpack(weight)
+    assert again["weight_scale"].dtype == dtype and torch.equal(again["weight_scale"], packed["weight_scale"])
+    assert again["weight"].dtype == packed["weight"].dtype
+    assert torch.equal(again["weight"].view(torch.int8), packed["weight"].view(torch.int8))
+    assert (
+        torch.equal(weight.scales.flatten()[:37], packed["weight_scale"].flatten()) and weight.scales[2, 5:].eq(0).all()
+    )
+
+
+@pytest.mark.parametrize(("format_name", "bits"), [("int4-32", 4.5), ("int4-128", 4.125), ("fp8", 8 + 16 / 256)])
+def test_nothing_is_stored_twice(format_name: str, bits: float) -> None:
+    assert layout.repack(format_name, packed_symmetric(format_name, (32, 256)), (32, 256)).nbytes == 32 * 256 * bits / 8
 
 
 def test_repacking_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +145,37 @@ def test_scales_that_no_quantizer_writes_are_refused(format_name: str, byte: int
         layout.repack(format_name, packed, (2, 64))
 
 
+@pytest.mark.parametrize("format_name", SPECS)
+def test_symmetric_words_hold_plain_codes(format_name: str) -> None:
+    packed = packed_symmetric(format_name, (16, 128))
+    words = layout.repack(format_name, packed, (16, 128)).words.view(2, -1, 8, 4, 4)[
+        0, :, 3, 2, 1
+    ]  # g = 3, t = 2, j = 1
+    codes, bits = packed.get("weight", packed.get("weight_packed")), 4 if format_name.startswith("int4") else 8
+    assert codes is not None and len(words) == bits // 4
+    codes = codes.view(torch.uint8) if bits == 8 else e2m1.unpack_pairs(codes.view(torch.uint8))
+    for pair, (row, column) in enumerate(((3, 20), (11, 20), (3, 28), (11, 28))):
+        word, shift = (int(words[pair // 2]), 8 * (pair % 2)) if bits == 8 else (int(words[0]), 4 * pair)
+        assert (word >> shift) & (2**bits - 1) == codes[row, column]
+        assert (word >> (16 + shift)) & (2**bits - 1) == codes[row, column + 1]
+
+
+@pytest.mark.parametrize(
+    ("format_name", "change", "match"),
+    [
+        ("int4-32", {"weight_scale": torch.ones(2, 4)}, r"holds scales \(2, 4\) of bfloat16, got \(2, 4\) of float32"),
+        ("fp8-128x128", {"weight_scale": torch.ones(2, 1).bfloat16()}, r"scales \(1, 1\) of bfloat16, got \(2, 1\)"),
+        ("int8", {"weight_scale": torch.ones(2, 1).double()}, "of bfloat16 or float16 or float32, got"),
+        ("fp8", {"weight": torch.full((2, 128), torch.nan).to(torch.float8_e4m3fn)}, "this weight has NaN"),
+    ],
+)
+def test_other_symmetric_tensors_are_refused(format_name: str, change: dict[str, torch.Tensor], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        layout.repack(format_name, packed_symmetric(format_name, (2, 128)) | change, (2, 128))
+
+
 def test_unknown_formats_and_widths_are_refused() -> None:
-    with pytest.raises(ValueError, match="no kernel layout for 'fp8'"):
-        layout.repack("fp8", {}, (1, 64))
+    with pytest.raises(ValueError, match="no kernel layout for 'int2'"):
+        layout.repack("int2", {}, (1, 64))
     with pytest.raises(ValueError, match="divisible by 64"):
         layout.repack("nf4", {}, (1, 96))

@@ -372,9 +372,10 @@ def test_a_format_that_cannot_run_here_is_refused() -> None:
 # --- concatenated layers ----------------------------------------------------------------------------------------------
 
 TORCHAO_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="torchao", **PLAIN)
+IDS = ["nvfp4", "mxfp4", "nf4", "torchao", "fp8", "int8", "int4"]
 
 
-@pytest.mark.parametrize("spec", [*SPECS, TORCHAO_SPEC], ids=["nvfp4", "mxfp4", "nf4", "torchao"])
+@pytest.mark.parametrize("spec", [*SPECS, TORCHAO_SPEC, *INTS], ids=IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # the kernels' bfloat16 needs a GPU
 def test_concatenated_layers_keep_their_own_tensor_scales(spec: Any, dtype: torch.dtype) -> None:
     linears = [_linear(64, n, bias=i != 1, seed=i) for i, n in enumerate((64, 32, 32, 16))]
@@ -399,6 +400,39 @@ def test_concatenated_layers_keep_their_own_tensor_scales(spec: Any, dtype: torc
     torch.testing.assert_close(ours, expected, rtol=8 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
 
 
+def test_squares_are_concatenated_at_their_edges() -> None:
+    spec = symmetric("fp8", "128x128")
+    parts = [_packed(spec, _linear(128, n, seed=n)) for n in (256, 128, 80)]
+    for part in parts:
+        part.use_kernels()
+    assert concat_rows_in_place([parts[2], parts[1]]) is None
+    whole = concat_rows_in_place(parts)
+    assert isinstance(whole, PackedLinear)
+    assert torch.equal(whole.dequantized(), torch.cat([part.dequantized() for part in parts]))
+
+
+@pytest.mark.parametrize(
+    ("spec", "kernels"),
+    [
+        (symmetric("int8", "row", "float32"), "int8"),
+        (symmetric("fp8", "row", convention="torchao"), "fp8"),
+        (symmetric("int4", 128, convention="torchao"), "int4-128"),
+        (symmetric("int4", 32, "float16"), None),
+        (symmetric("fp8", "128x128", convention="torchao"), None),
+    ],
+)
+def test_kernels_take_scales_of_blocks_in_bfloat16_alone(spec: Any, kernels: str | None) -> None:
+    layer = _packed(spec, _linear(128, 32))
+    bits = _bits(layer)
+    assert spec.kernel_layout == kernels
+    if kernels is None:
+        with pytest.raises(ValueError, match="have no layout"):
+            layer.use_kernels()
+    else:
+        layer.use_kernels()
+        assert layer.kernel_weight is not None and _bits(layer) == bits
+
+
 def test_layers_that_share_a_tensor_scale_concatenate_to_one_scale() -> None:
     linears = [_linear(64, 32, seed=i) for i in range(3)]
     amax = max(float(linear.weight.detach().abs().max()) for linear in linears)
@@ -415,7 +449,7 @@ def test_layers_that_share_a_tensor_scale_concatenate_to_one_scale() -> None:
 # --- placed layers ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", [*SPECS, TORCHAO_SPEC], ids=["nvfp4", "mxfp4", "nf4", "torchao"])
+@pytest.mark.parametrize("spec", [*SPECS, TORCHAO_SPEC, *INTS], ids=IDS)
 def test_placed_layers_keep_their_bits_and_are_joined_without_a_copy(spec: Any) -> None:
     names = ("mlp.down_proj", "self_attn.v_proj", "self_attn.q_proj", "self_attn.k_proj")
     layers = {name: _packed(spec, _linear(64, 32, seed=i)) for i, name in enumerate(names)}

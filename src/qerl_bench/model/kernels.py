@@ -26,6 +26,7 @@ from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
 from qerl_kernels.compilers import refusal
 from qerl_kernels.decode import MOST_TOKENS, kernel_of, separable
+from qerl_kernels.grouped import FORMATS as GROUPED_FORMATS
 from qerl_kernels.grouped import MAX_TOKENS as GROUPED_TOKENS
 from qerl_kernels.training_linear import Adapter, JoinedAdapters, packed_linear
 
@@ -257,7 +258,8 @@ def _kernel_of(base: torch.nn.Module | torch.Tensor, kernel: str, compute_dtype:
         return REFERENCE
     if not packed:
         return CUBLAS if not tensor.requires_grad else REFERENCE
-    if base.weight_format.kernel_layout is None:
+    layout = base.weight_format.kernel_layout
+    if layout is None or (isinstance(base, PackedMatrices) and layout not in GROUPED_FORMATS):
         return REFERENCE
     try:
         base.use_kernels()

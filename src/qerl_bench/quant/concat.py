@@ -24,8 +24,11 @@ def concat_rows_in_place(layers: Sequence[torch.nn.Linear]) -> torch.nn.Linear |
 
 def _concat_packed(layers: Sequence[PackedLinear]) -> PackedLinear | None:
     first, weights = layers[0], [weight for layer in layers if (weight := layer.kernel_weight) is not None]
-    same_kind = len({(weight.format, weight.shape[1]) for weight in weights}) == 1 and len(weights) == len(layers)
-    if not same_kind or any(layer.out_features % layout.ROWS for layer in layers[:-1]):
+    same_kind = len({(w.format, w.shape[1], w.scales.dtype) for w in weights}) == 1 and len(weights) == len(layers)
+    if not same_kind:
+        return None
+    rows = max(layout.ROWS, layout.block_rows(weights[0].format))
+    if any(layer.out_features % rows for layer in layers[:-1]):
         return None
     offset = min(weight.offset for weight in weights)
     for layer, weight in zip(layers, weights, strict=True):

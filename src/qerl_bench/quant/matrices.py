@@ -11,6 +11,7 @@ from qerl_bench.quant.base import BlockFormat
 from qerl_bench.quant.linear import KERNEL_BUFFERS, TENSOR_SCALES, keep_packed_dtypes, resident_kernel_weight
 from qerl_kernels import layout
 from qerl_kernels.dequantize import dequantize
+from qerl_kernels.grouped import FORMATS
 
 _MAX_WEIGHTS = 2**28  # rebuilt at one time: 1 GiB in FP32, and a few times that on the way
 
@@ -55,13 +56,12 @@ class PackedMatrices(torch.nn.Module):
         """
         if self._scale_offset is not None:
             return
-        if self.weight_format.kernel_layout is None or self.out_features % layout.ROWS:
+        kind = self.weight_format.kernel_layout
+        if kind is None or kind not in FORMATS or self.out_features % layout.ROWS:
             raise ValueError(f"the fused kernels have no layout for {self.weight_format} and {self.out_features} rows")
         tensors = {name: tensor for name, tensor in self.named_buffers() if name not in TENSOR_SCALES}
         rows = {name: tensor.flatten(0, 1) for name, tensor in tensors.items()}
-        repacked = layout.repack(
-            self.weight_format.kernel_layout, rows, (self.experts * self.out_features, self.in_features)
-        )
+        repacked = layout.repack(kind, rows, (self.experts * self.out_features, self.in_features))
         for name in tensors:
             del self._buffers[name]
         self._buffers.update(zip(KERNEL_BUFFERS, (repacked.words, repacked.scales), strict=True))

@@ -1,7 +1,7 @@
 """quant=fp8, int8 and int4: codes times a floating-point scale, the formats that most packed checkpoints have.
 
 Bytes are those of compressed-tensors, or of torchao; the rule and its variants are in `qerl_kernels.symmetric`. Left
-out: fused kernels (each matmul rebuilds the weight by the reference), and INT4 with offsets, as AWQ and GPTQ store it.
+out: INT4 with offsets, as AWQ and GPTQ store it.
 """
 
 from __future__ import annotations
@@ -53,6 +53,14 @@ class Symmetric(BlockFormat):
         scale = 32 if self.compute_dtype == "float32" or (self.convention == "torchao" and self.bits == 8) else 16
         weights = {"row": float("inf"), SQUARE: 128 * 128}.get(str(self.block)) or float(self.block)
         return self.bits + scale / weights
+
+    @property
+    def kernel_layout(self) -> str | None:
+        """Fused kernels multiply by the scales of blocks in bfloat16; those of rows may have any dtype."""
+        if self.block == "row":
+            return self.kind
+        in_fp32 = self.convention == "torchao" and self.bits == 8
+        return None if in_fp32 or self.compute_dtype != "bfloat16" else f"{self.kind}-{self.block}"
 
     @property
     def block_rows(self) -> int:
