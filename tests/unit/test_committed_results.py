@@ -122,6 +122,19 @@ def test_the_decoding_tables_of_the_kernels_page_are_the_committed_ones() -> Non
     assert f" {vllm['tok_s'].dropna().item():,.0f} | 22 s" in page
 
 
+def test_the_times_of_8_bits_and_int4_are_what_was_measured() -> None:
+    page = (ROOT / "kernels" / "README.md").read_text()
+    rows = pd.read_csv(ROOT / "kernels" / "results" / "h200_symmetric.csv").set_index(
+        ["layer", "tokens", "format", "adapter_rank"]
+    )["us"]
+    formats = [name for name in rows.index.unique("format") if name not in ("bfloat16", "nvfp4")]
+    for (layer, tokens), times in rows.groupby(["layer", "tokens"], sort=False):
+        plain = times[layer, tokens, "bfloat16", 0]
+        cells = [f"{(own := times[layer, tokens, name, 32])} ({plain / own:.2f}x)" for name in formats]
+        assert f"({layer.replace('x', ' x ')}) | {tokens} | {plain} | {' | '.join(cells)} |" in page
+    assert len(rows) == 4 * 2 * 12
+
+
 def test_what_an_adapter_costs_is_what_was_measured() -> None:
     page = (ROOT / "kernels" / "README.md").read_text()
     rows = pd.read_csv(ROOT / "kernels" / "results" / "h200_lora_cost.csv")
