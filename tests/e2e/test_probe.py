@@ -90,6 +90,7 @@ def test_a_study_of_two_copies_keeps_every_answer_and_trains_all_arms_on_the_sam
         (["probe", "model=hub", "model.id=missing.gguf", "task=arithmetic"], "missing.gguf: there is no such file"),
         (["probe", "model=tiny", "task=arithmetic", "sample=3"], "sample"),
         (["probe", "model=tiny", "formats=nvfp5"], "quant=nvfp5"),
+        (["probe", "model=tiny", "formats=bf16,nvfp4,bf16"], "formats=bf16,nvfp4,bf16 names one twice"),
     ],
 )
 def test_what_cannot_be_measured_ends_in_one_message(

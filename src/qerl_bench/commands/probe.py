@@ -128,6 +128,9 @@ def check(options: Any, words: Sequence[str]) -> None:
     )
     for name in options.answer_formats or ():
         one_of(*ANSWER_FORMATS)("each of answer_formats", name)
+    for key in ("formats", "answer_formats", "temperatures", "sigmas"):
+        values = [f"{one}" for one in getattr(options, key) or ()]
+        require(len({*values}) == len(values), f"{key}={','.join(values)} names one twice")
     require(
         "quant" not in keys_of(words),
         "quant is one format, and a probe compares several: formats=bf16,nvfp4 lists them",

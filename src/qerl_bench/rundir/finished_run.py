@@ -28,10 +28,10 @@ def stored_config(run_dir: Path) -> DictConfig:
     )
     require(
         is_finished(run_dir),
-        f"{run_dir} is not finished (it has no done.json), so there is no final policy to evaluate. The command that "
+        f"{run_dir} is not finished (it has no done.json), so there is no final policy. The command that "
         "started it, argv in env.json, continues it",
     )
-    check_records(run_dir, "Or evaluate another run")
+    check_records(run_dir, "Or take another run")
     cfg = OmegaConf.create(with_later_keys(read_config(run_dir / "config.yaml")))
     places = Path("runs", cfg.name).parts
     here = run_dir.resolve()
@@ -72,7 +72,7 @@ def chosen_checkpoint(run_dir: Path, which: str, steps: int) -> Path:
         f"{run_dir} has steps=0 and no checkpoint: it asked the base. To ask it otherwise repeat its command, steps=0, "
         "with another eval=... or eval.quant=...",
     )
-    require(bool(found), f"{run_dir} has no checkpoint to evaluate; delete the folder and run it again")
+    require(bool(found), f"{run_dir} has no checkpoint; delete the folder and run it again")
     best = read_object(run_dir / DONE, saved(run_dir, DONE, True)).get("checkpoints", {}).get("best")
     if which == "last":
         require(
