@@ -19,7 +19,7 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.studies.design.design import read_design
 from qerl_bench.studies.design.looks import at_last_look, counted
 from qerl_bench.studies.design.primary import Primary
-from qerl_bench.studies.design.sessions import Sessions
+from qerl_bench.studies.design.sessions import Sessions, read_study
 from qerl_bench.studies.report import sessions
 from qerl_bench.studies.report.primary import look, primary_page
 from qerl_bench.studies.report.secondary import secondary_page
@@ -211,3 +211,16 @@ def test_a_design_without_primary_contrasts_has_none(tmp_path: Path) -> None:
 def test_wrong_entries_are_refused_by_name(changed: dict[str, object], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         read_design(written(tmp_path, GOOD | changed))
+
+
+def test_a_session_that_measured_bases_by_another_design_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    shutil.copytree(REAL / "05b", folder, ignore=shutil.ignore_patterns("results"))
+    assert read_study(folder).otherwise == {}
+    design = yaml.safe_load((folder / "study.yaml").read_text())
+    (folder / "study.yaml").write_text(yaml.safe_dump(design | {"dose": design["dose"] | {"draws": 3}}))
+    study = read_study(folder)
+    (told,) = study.otherwise.values()
+    as_run, as_designed = told.split(", the design has ")
+    assert study.runs and "'draws': 8" in as_run and "'draws': 3" in as_designed
+    assert f"\nBases of {next(iter(study.otherwise))}: dose was {{" in str(contents(study)["gates.md"])

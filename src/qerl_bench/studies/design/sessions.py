@@ -11,17 +11,18 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from qerl_bench.checks import require
-from qerl_bench.studies.design.design import Arm, Design, read_design
+from qerl_bench.studies.design.design import Arm, Design, read_design, read_yaml
 from qerl_bench.studies.runs.committed import settings_file
 from qerl_bench.studies.runs.find import find_runs
 from qerl_bench.studies.runs.load import Run, load_run
 
 PROBES = "probes.json"
+MEASURED_BY = ("probe", "dose")  # parts of a design that say how bases are measured
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +33,7 @@ class Sessions:
     probes: dict[int, dict[str, Any]]
     runs: dict[tuple[str, int, int], Run]  # by arm, base and seed
     overridden: tuple[str, ...] = ()  # gates that failed in a session and stopped nothing there
+    otherwise: Mapping[str, str] = field(default_factory=dict)  # in words: sessions that measured bases differently
 
     @property
     def session_of(self) -> dict[int, str]:
@@ -66,6 +68,7 @@ def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
     probes: dict[int, dict[str, Any]] = {}
     runs: dict[tuple[str, int, int], Run] = {}
     overridden: list[str] = []
+    otherwise: dict[str, str] = {}
     for folder in folders:
         here = [one for one in read_probes(folder) if one["base"] in design.bases]
         found = finished_runs(design, here, folder)
@@ -75,7 +78,8 @@ def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
         probes |= {one["base"]: one for one in here if one["base"] not in trained}
         runs |= found
         overridden += _overridden(folder / "gates.json")
-    return Sessions(design, dict(sorted(probes.items())), runs, tuple(dict.fromkeys(overridden)))
+        otherwise |= {folder.name: told} if (told := _otherwise(design, folder / "study.yaml")) else {}
+    return Sessions(design, dict(sorted(probes.items())), runs, tuple(dict.fromkeys(overridden)), otherwise)
 
 
 def read_probes(folder: Path) -> list[dict[str, Any]]:
@@ -102,6 +106,18 @@ def _overridden(file: Path) -> list[str]:
         if one.get("overridden", one["passed"] is False and one["gate"] not in stopping)
     ]
     return [gate.replace("control ", "control of gain ") if " of " not in gate else gate for gate in found]
+
+
+def _otherwise(design: Design, as_run: Path) -> str:
+    """In what a session measured bases otherwise than the design says, in words; empty for nothing, or if not known.
+
+    Runs are found by their words, so all else that decides numbers is that of the design.
+    """
+    if not (as_run.is_file() and design.path.is_file()):
+        return ""
+    parts = [content if isinstance(content := read_yaml(file), dict) else {} for file in (as_run, design.path)]
+    here, there = ({key: content.get(key) for key in MEASURED_BY} for content in parts)
+    return "; ".join(f"{key} was {here[key]}, the design has {there[key]}" for key in here if here[key] != there[key])
 
 
 def study_of(session: Path) -> Path | None:

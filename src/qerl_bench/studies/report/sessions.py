@@ -117,7 +117,13 @@ def contents(study: Sessions) -> dict[str, str | Drawing]:
 def _measured(study: Sessions) -> dict[str, str]:
     """Gates, the table by base, and probes if they have details."""
     results = gates(study.design, [*study.probes.values()], study.runs)
-    found = {"gates.md": render(override(results, study.overridden)) + "\n", "bases.md": bases(study)}
+    told = [
+        f"Bases of {one}: {study.otherwise[one]}."
+        for one in dict.fromkeys(study.session_of.values())
+        if one in study.otherwise
+    ]
+    page = "\n\n".join([render(override(results, study.overridden)), *told])
+    found = {"gates.md": page + "\n", "bases.md": bases(study)}
     page = probe_page.markdown([*study.probes.values()])
     return found | ({"probes.md": page} if page else {})
 
