@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_bench.checks import require
+from qerl_bench.options.fingerprint import flat
 from qerl_bench.studies.design.design import Arm, Design, read_design, read_yaml
 from qerl_bench.studies.runs.committed import settings_file
 from qerl_bench.studies.runs.find import find_runs
@@ -116,8 +117,9 @@ def _otherwise(design: Design, as_run: Path) -> str:
     if not (as_run.is_file() and design.path.is_file()):
         return ""
     parts = [content if isinstance(content := read_yaml(file), dict) else {} for file in (as_run, design.path)]
-    here, there = ({key: content.get(key) for key in MEASURED_BY} for content in parts)
-    return "; ".join(f"{key} was {here[key]}, the design has {there[key]}" for key in here if here[key] != there[key])
+    here, there = (flat({key: content.get(key) for key in MEASURED_BY}) for content in parts)
+    keys = [key for key in here | there if here.get(key) != there.get(key)]
+    return ", ".join(f"{key} was {here.get(key)} (study.yaml: {there.get(key)})" for key in keys)
 
 
 def study_of(session: Path) -> Path | None:
