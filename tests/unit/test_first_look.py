@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from qerl_bench.studies.conduct.archive import ANSWERS
 from qerl_bench.studies.design.design import read_design
 from qerl_bench.studies.design.sessions import read_probes
+from qerl_bench.studies.report.primary import differences
 from qerl_bench.studies.report.probe_page import markdown
+from qerl_bench.studies.report.sessions import read_once
 from tests.scripts import ROOT, script
 
 STUDY = ROOT / "studies" / "real-2026"
@@ -48,15 +51,24 @@ def test_effects_of_the_page_are_those_of_its_tables() -> None:
     assert [one for one in re.findall(r"x1\.\d{3}", page) if one not in tables] == []
 
 
+def noise_without_copies_7_and_9() -> tuple[float, ...]:
+    """The 1.5B's noise minus none, points: the mean and its 95 % interval over the other six copies of its look."""
+    study = read_once(STUDY / "15b")
+    assert study.design.primary is not None
+    each = 100 * differences(study, study.design.primary, "noise", tuple(range(1, 7))).mean(axis=0)
+    return tuple(map(float, (each.mean(), *stats.t.interval(0.95, 5, each.mean(), stats.sem(each)))))
+
+
 def test_effects_of_the_look_are_those_of_its_pages_rounded() -> None:
     """Where the page says "3.0 points less [1.4, 4.7]", or per cent of a ratio, its pages have the number itself."""
     looked = (STUDY / "README.md").read_text().partition("## Before training")[0]
     pages = "".join(path.read_text() for path in STUDY.glob("*/results/*.md"))
-    number = r"[×x+]?(-?\d+(?:\.\d+)?)"
+    number = r"[×x+]?(-?\d+(?:\.\d+)?(?:e-\d+)?)"
     measured = re.findall(rf"{number} \|? ?\[{number}, {number}\]", pages)
     ways = (lambda x: x, lambda x: -x, lambda x: 100 * x, lambda x: 100 * (x - 1), lambda x: 100 * (1 - x))
     found = {tuple(way(float(x)) for x in one) for one in measured for way in ways}
     found |= {(mean, high, low) for mean, low, high in found}
+    found.add(noise_without_copies_7_and_9())
     said = re.findall(rf"{number}(?: points| %)?(?: less[a-z ]*| lower)? \[{number}, {number}\]", looked)
     assert len(said) > 10
     for one in said:
