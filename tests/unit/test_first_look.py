@@ -52,7 +52,7 @@ def test_effects_of_the_look_are_those_of_its_pages_rounded() -> None:
     """Where the page says "3.0 points less [1.4, 4.7]", or per cent of a ratio, its pages have the number itself."""
     looked = (STUDY / "README.md").read_text().partition("## Before training")[0]
     pages = "".join(path.read_text() for path in STUDY.glob("*/results/*.md"))
-    number = r"[×x+]?(-?\d+(?:\.\d+)?)"
+    number = r"[×x+]?(-?\d+(?:\.\d+)?(?:e-\d+)?)"
     measured = re.findall(rf"{number} \|? ?\[{number}, {number}\]", pages)
     ways = (lambda x: x, lambda x: -x, lambda x: 100 * x, lambda x: 100 * (x - 1), lambda x: 100 * (1 - x))
     found = {tuple(way(float(x)) for x in one) for one in measured for way in ways}
