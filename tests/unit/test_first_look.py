@@ -51,11 +51,11 @@ def test_effects_of_the_page_are_those_of_its_tables() -> None:
     assert [one for one in re.findall(r"x1\.\d{3}", page) if one not in tables] == []
 
 
-def noise_without_copies_7_and_9() -> tuple[float, ...]:
-    """The 1.5B's noise minus none, points: the mean and its 95 % interval over the other six copies of its look."""
+def without_copies_7_and_9(contrast: str) -> tuple[float, ...]:
+    """A contrast of the 1.5B, points: the mean and its 95 % interval over the other six copies of its look."""
     study = read_once(STUDY / "15b")
     assert study.design.primary is not None
-    each = 100 * differences(study, study.design.primary, "noise", tuple(range(1, 7))).mean(axis=0)
+    each = 100 * differences(study, study.design.primary, contrast, tuple(range(1, 7))).mean(axis=0)
     return tuple(map(float, (each.mean(), *stats.t.interval(0.95, 5, each.mean(), stats.sem(each)))))
 
 
@@ -68,7 +68,7 @@ def test_effects_of_the_look_are_those_of_its_pages_rounded() -> None:
     ways = (lambda x: x, lambda x: -x, lambda x: 100 * x, lambda x: 100 * (x - 1), lambda x: 100 * (1 - x))
     found = {tuple(way(float(x)) for x in one) for one in measured for way in ways}
     found |= {(mean, high, low) for mean, low, high in found}
-    found.add(noise_without_copies_7_and_9())
+    found |= {without_copies_7_and_9(contrast) for contrast in ("noise", "format")}
     said = re.findall(rf"{number}(?: points| %)?(?: less[a-z ]*| lower)? \[{number}, {number}\]", looked)
     assert len(said) > 10
     for one in said:
