@@ -35,11 +35,14 @@ from timing import COPY_RATE, LAYERS, MATRIX_RATE, Call, copies, quantiles, rand
 
 from qerl_kernels import decode, decode_configs
 from qerl_kernels.decode_configs import MMA_V2, WGMMA, Config
+from qerl_kernels.layout import EIGHT_BITS
 
 CONCATENATED = {"qkv": 3, "gate_up": 2}  # layers in one matrix, whose adapters are concatenated too
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256)
-BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5, "bfloat16": 16.0, "int4-32": 4.5, "int4-128": 4.125}
-BITS |= {"fp8": 8.0, "fp8-128x128": 8.0, "int8": 8.0}
+BITS = {
+    **{"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5, "int4-32": 4.5, "int4-128": 4.125, "bfloat16": 16.0},
+    **dict.fromkeys(EIGHT_BITS, 8.0),
+}
 _PROCESSES = 14
 
 Peer = Callable[[tuple[int, int], torch.Tensor], Iterator[Call]]
@@ -227,8 +230,8 @@ def rows(
                     print(f"{peer} left out: {error!r}", flush=True)
                     del peers[peer]
                 calls = []
-            config = decode_configs.choose(gpu, shape, m, kernel)
             for format_name, weights in ours.items():
+                config = decode_configs.choose(gpu, shape, m, kernel, format_name)
                 calls = [lambda x=x, w=w, c=config: decode.decode_gemm(x, w, config=c) for w in weights]
                 yield _row(ours_name, "", format_name, name, shape, m, short_times(calls)) | about
 
@@ -285,7 +288,7 @@ def main() -> None:
         search(layers, sorted({decode_configs.bucket(m) for m in tokens}), path, options.lora_rank, kernel)
     formats = options.formats.split(",")
     jobs = itertools.product(formats, layers.values(), tokens)
-    compile_all([(f, shape, m, decode_configs.choose(gpu, shape, m, kernel), 0) for f, shape, m in jobs])
+    compile_all([(f, shape, m, decode_configs.choose(gpu, shape, m, kernel, f), 0) for f, shape, m in jobs])
     print_table(timing.write_rows(rows(layers, formats, tokens, kernel), options.out))
 
 

@@ -21,7 +21,7 @@ import torch
 
 from qerl_kernels import mxfp4, nf4, nvfp4, symmetric
 from qerl_kernels.decode_configs import BUCKETS, MMA_V2, WGMMA, Config, choose
-from qerl_kernels.layout import BLOCK, EIGHT_BITS, INPUTS, ROWS, SCALE_TYPES, KernelWeight, block_rows, shapes, unpack
+from qerl_kernels.layout import BLOCK, ROWS, SCALE_TYPES, KernelWeight, block_rows, shapes, unpack
 from qerl_kernels.overlap import overlapping
 from qerl_kernels.scratch import COUNTERS, workspace
 
@@ -93,8 +93,7 @@ def decode_gemm(
     kernel = kernel_of(x.device)
     assert kernel is not None
     if config is None:
-        eight, columns = weight.format in EIGHT_BITS, max(1, BLOCK[weight.format] // INPUTS)
-        config = choose(_gpu(x.device), weight.shape, len(x), kernel, eight, columns)
+        config = choose(_gpu(x.device), weight.shape, len(x), kernel, weight.format)
     if config.kernel == WGMMA != kernel:
         raise ValueError(f"kernel={WGMMA} needs compute capability 9 (H100, H200); use a configuration of {MMA_V2}")
     _launch(x, weight, scale, bias, lora, y, config, parts)

@@ -4,7 +4,7 @@ Nothing is tuned while a model runs. `decode_h200.json` is shipped. `kernels/ben
 the GPU at hand and writes a table of the same form to the user's cache folder, which takes precedence. The `lora_rank`
 of an entry is the rank of the adapter in its measurement; shipped entries of a 7B from 64 tokens on have 32. For
 `mma_v2` there is no table: no card that needs it was at hand, so its rule is a guess, slow at 256 tokens on an H200.
-Tables are of 4 bits; for weights of 8 bits there is none, and their rule is unmeasured.
+Tables are of 4 bits; weights of 8 bits have a rule alone, which was timed and not searched.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from qerl_kernels.layout import BLOCK, EIGHT_BITS, INPUTS
 
 BUCKETS = (8, 16, 32, 64, 128, 256)  # tokens, rounded up
 WGMMA, MMA_V2 = "wgmma", "mma_v2"  # kernels: of Hopper, and of every card from sm_80 on
@@ -48,20 +50,19 @@ def bucket(tokens: int) -> int:
     return next(b for b in BUCKETS if b >= tokens)
 
 
-def choose(
-    gpu: str, shape: tuple[int, int], tokens: int, kernel: str = WGMMA, eight_bits: bool = False, columns: int = 1
-) -> Config:
+def choose(gpu: str, shape: tuple[int, int], tokens: int, kernel: str = WGMMA, format_name: str = "nvfp4") -> Config:
     """The measured configuration for W (N, K) and up to 256 tokens; without one, that of `by_rule`.
 
-    `columns` of 64 inputs share a scale, so that a round takes a multiple of them.
+    A round takes whole blocks, so a measured one that would cut a block is none.
     """
+    columns, eight_bits = max(1, BLOCK[format_name] // INPUTS), format_name in EIGHT_BITS
     measured = None if eight_bits else table(gpu).get(f"{shape[0]}x{shape[1]}", {}).get(str(bucket(tokens)))
     if measured is None or measured.kernel != kernel or measured.ring % columns:
-        return by_rule(shape, tokens, kernel, eight_bits)
+        return by_rule(shape, tokens, kernel, format_name)
     return measured
 
 
-def by_rule(shape: tuple[int, int], tokens: int, kernel: str = WGMMA, eight_bits: bool = False) -> Config:
+def by_rule(shape: tuple[int, int], tokens: int, kernel: str = WGMMA, format_name: str = "nvfp4") -> Config:
     """Small tiles, and K split until about 400 programs run. For wgmma near the best for most shapes on H200.
 
     `mma_v2` has its activations in registers too, and 99 KiB of shared memory on some cards: fewer tokens and columns.
@@ -69,7 +70,7 @@ def by_rule(shape: tuple[int, int], tokens: int, kernel: str = WGMMA, eight_bits
     """
     size, wgmma = bucket(tokens), kernel == WGMMA
     rings = {8: 8, 16: 8, 32: 8, 64: 4, 128: 2, 256: 2} if wgmma else {8: 8, 16: 8, 32: 4, 64: 2, 128: 2, 256: 2}
-    ring, take = min(rings[size], 4 if eight_bits else 8), min(size, 128 if wgmma else 64)
+    ring, take = min(rings[size], 4 if format_name in EIGHT_BITS else 8), min(size, 128 if wgmma else 64)
     blocks = -(-shape[0] // 64) * (size // take)
     split = _nearest(400 / blocks, -(-shape[1] // (64 * ring)))
     return Config(64, take, 4, split, ring, 2, separate=size > 32 and split > 1, kernel=kernel)

@@ -466,7 +466,7 @@ def _decode_mma(arch: int, format_name: str, tokens: int, rank: int) -> Compiled
     from qerl_kernels import jit_decode_mma
     from qerl_kernels.decode_configs import MMA_V2, by_rule
 
-    config = by_rule((4608, 3584), tokens, MMA_V2, format_name in EIGHT_BITS)
+    config = by_rule((4608, 3584), tokens, MMA_V2, format_name)
     signature = {"x_ptr": "*bf16", "scales_ptr": SCALES[format_name]}
     signature |= dict.fromkeys(("words_ptr", "table_ptr", "counter_ptr"), "*i32")
     rows = "*bf16" if format_name in ("fp8", "int8") else "*fp32"
@@ -513,8 +513,7 @@ def test_decode_mma(arch: int, format_name: str, tokens: int, rank: int, bound: 
     """
     from qerl_kernels.decode_configs import MMA_V2, by_rule
 
-    eight = format_name in EIGHT_BITS
-    built, config = _decode_mma(arch, format_name, tokens, rank), by_rule((4608, 3584), tokens, MMA_V2, eight)
+    built, config = _decode_mma(arch, format_name, tokens, rank), by_rule((4608, 3584), tokens, MMA_V2, format_name)
     assert built.stack <= 8 and built.shared <= 99 * 1024  # that of an RTX 4090
     assert built.overlaps == (arch >= 90) and not built.waits_first
     loop = built.loop("HMMA")
@@ -522,7 +521,9 @@ def test_decode_mma(arch: int, format_name: str, tokens: int, rank: int, bound: 
     assert sum("HMMA.16816.F32.BF16" in text for text in loop) == config.ring * config.tokens // 2
     assert sum("LDSM.16.M88.4" in text for text in loop) == config.ring * config.tokens // 4
     assert sum(re.search(r"LDGSTS\S*\.128", text) is not None for text in loop) == config.ring * config.tokens // 16
-    assert sum(re.search(r"LDG\.\S*\.128", text) is not None for text in loop) == config.ring * (1 + eight)
+    assert sum(re.search(r"LDG\.\S*\.128", text) is not None for text in loop) == config.ring * (
+        1 + (format_name in EIGHT_BITS)
+    )
     assert sum("BAR.SYNC" in text for text in loop) == 2  # more, and each copy would wait for the one before
     assert len(loop) * 32 * config.warps / (config.rows * 64 * config.ring) <= bound
 

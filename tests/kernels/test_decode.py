@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_kernels import decode, decode_configs, layout, nf4
+from qerl_kernels import decode, decode_assembly, decode_configs, layout, nf4
 from qerl_kernels.decode_configs import (
     BUCKETS,
     MMA_V2,
@@ -89,7 +89,7 @@ def run(x: torch.Tensor, weight: layout.KernelWeight, config: Config, **more: An
 @pytest.mark.parametrize("m", TOKENS)
 @pytest.mark.parametrize("format_name", layout.BLOCK)
 def test_gemm_is_that_of_float64(format_name: str, m: int, kernel: str) -> None:
-    block, eight = layout.BLOCK[format_name], format_name in layout.EIGHT_BITS
+    block = layout.BLOCK[format_name]
     tail = {16: 80, 32: 96, 64: 192, 128: 128}.get(block, 72)  # not whole columns, nor whole rounds
     for n, k, split, separate in (
         (1, max(64, block), 1, False),
@@ -98,7 +98,7 @@ def test_gemm_is_that_of_float64(format_name: str, m: int, kernel: str) -> None:
         (200, tail + 1024, 2, True),
     ):
         weight, x = random_weight(format_name, n, k, "cuda"), activations(m, k, "cuda")
-        config = replace(by_rule((n, k), m, kernel, eight), split=split, separate=separate)
+        config = replace(by_rule((n, k), m, kernel, format_name), split=split, separate=separate)
         for more in ({}, extras(m, n, 8, "cuda") if n == 129 else {"scale": 0.25}):
             y = run(x, weight, config, **more)
             want, allowed = expected(x, weight, **more)
@@ -284,7 +284,7 @@ def test_assembly_decodes_the_layout(name: str) -> None:
     found = torch.zeros(16, 64, dtype=torch.bfloat16)
     for j in range(4):
         for pair in range(4):
-            pairs = values[common._output(j, pair)].int().view(torch.bfloat16).view(8, 4, 2)
+            pairs = values[decode_assembly.output(j, pair)].int().view(torch.bfloat16).view(8, 4, 2)
             first = 16 * j + 8 * (pair >> 1)
             found[8 * (pair & 1) :][:8, first : first + 8] = pairs.flatten(1)
     found_operand = found.float() * 2.0**weight.exponent * row_scale[:, None]
@@ -357,11 +357,11 @@ def test_every_configuration_fits_the_processor() -> None:
     assert len(shipped) == 8 * len(BUCKETS)
     shapes = (*QWEN_SHAPES, (1, 16), (64, 64), (17, 4096))
     ruled = [
-        (shape, by_rule(shape, m, kernel, eight))
+        (shape, by_rule(shape, m, kernel, format_name))
         for shape in shapes
         for m in BUCKETS
         for kernel in (WGMMA, MMA_V2)
-        for eight in (False, True)
+        for format_name in ("nvfp4", "int8")
     ]
     tried = [
         c for shape in QWEN_SHAPES for m in BUCKETS for kernel in (WGMMA, MMA_V2) for c in candidates(shape, m, kernel)
@@ -383,12 +383,14 @@ def test_own_measurements_go_before_the_shipped_table(tmp_path: Any, monkeypatch
     decode_configs.write_table(written, {(3584, 3584): {16: own}})
     assert [path.name for path in decode_configs.tables("NVIDIA H200")] == ["decode_h200.json", written.name]
     assert choose("NVIDIA H200", (3584, 3584), 9) == own != before
-    assert choose("NVIDIA H200", (3584, 3584), 9, columns=2) == own
-    assert choose("NVIDIA H200", (3584, 3584), 9, columns=8) == by_rule((3584, 3584), 9)
+    assert choose("NVIDIA H200", (3584, 3584), 9, format_name="int4-128") == own
+    decode_configs.write_table(written, {(3584, 3584): {16: replace(own, ring=3)}})
+    decode_configs.table.cache_clear()
+    assert choose("NVIDIA H200", (3584, 3584), 9, format_name="int4-128") == by_rule((3584, 3584), 9)
     assert decode_configs.tables("another GPU") == []
     assert choose("another GPU", (3584, 3584), 9) == by_rule((3584, 3584), 16)
-    eight = choose("NVIDIA H200", (3584, 3584), 9, eight_bits=True)
-    assert eight == by_rule((3584, 3584), 16, eight_bits=True) and eight.ring == 4  # tables are of 4 bits
+    eight = choose("NVIDIA H200", (3584, 3584), 9, format_name="int8")
+    assert eight == by_rule((3584, 3584), 16, format_name="int8") and eight.ring == 4  # tables are of 4 bits
     forced = choose("NVIDIA H200", (3584, 3584), 9, MMA_V2)
     assert forced == by_rule((3584, 3584), 16, MMA_V2) and forced.kernel == MMA_V2
     decode_configs.table.cache_clear()

@@ -70,6 +70,7 @@ def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
     runs: dict[tuple[str, int, int], Run] = {}
     overridden: list[str] = []
     otherwise: dict[str, str] = {}
+    designed = _measured_by(design.path)
     for folder in folders:
         here = [one for one in read_probes(folder) if one["base"] in design.bases]
         found = finished_runs(design, here, folder)
@@ -79,7 +80,7 @@ def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
         probes |= {one["base"]: one for one in here if one["base"] not in trained}
         runs |= found
         overridden += _overridden(folder / "gates.json")
-        otherwise |= {folder.name: told} if (told := _otherwise(design, folder / "study.yaml")) else {}
+        otherwise |= {folder.name: told} if (told := _otherwise(_measured_by(folder / "study.yaml"), designed)) else {}
     return Sessions(design, dict(sorted(probes.items())), runs, tuple(dict.fromkeys(overridden)), otherwise)
 
 
@@ -109,17 +110,19 @@ def _overridden(file: Path) -> list[str]:
     return [gate.replace("control ", "control of gain ") if " of " not in gate else gate for gate in found]
 
 
-def _otherwise(design: Design, as_run: Path) -> str:
+def _measured_by(file: Path) -> dict[str, Any]:
+    """The parts MEASURED_BY of a study.yaml with dotted keys; nothing if it is not there."""
+    content = read_yaml(file) if file.is_file() else None
+    return flat({key: content.get(key) for key in MEASURED_BY}) if isinstance(content, dict) else {}
+
+
+def _otherwise(here: Mapping[str, Any], designed: Mapping[str, Any]) -> str:
     """In what a session measured bases otherwise than the design says, in words; empty for nothing, or if not known.
 
     Runs are found by their words, so all else that decides numbers is that of the design.
     """
-    if not (as_run.is_file() and design.path.is_file()):
-        return ""
-    parts = [content if isinstance(content := read_yaml(file), dict) else {} for file in (as_run, design.path)]
-    here, there = (flat({key: content.get(key) for key in MEASURED_BY}) for content in parts)
-    keys = [key for key in here | there if here.get(key) != there.get(key)]
-    return ", ".join(f"{key} was {here.get(key)} (study.yaml: {there.get(key)})" for key in keys)
+    keys = [key for key in {**here, **designed} if here.get(key) != designed.get(key)] if here and designed else []
+    return ", ".join(f"{key} was {here.get(key)} (study.yaml: {designed.get(key)})" for key in keys)
 
 
 def study_of(session: Path) -> Path | None:

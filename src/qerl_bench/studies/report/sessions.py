@@ -122,8 +122,8 @@ def _measured(study: Sessions) -> dict[str, str]:
         for one in dict.fromkeys(study.session_of.values())
         if one in study.otherwise
     ]
-    page = "\n\n".join([render(override(results, study.overridden)), *told])
-    found = {"gates.md": page + "\n", "bases.md": bases(study)}
+    gates_page = "\n\n".join([render(override(results, study.overridden)), *told])
+    found = {"gates.md": gates_page + "\n", "bases.md": bases(study)}
     page = probe_page.markdown([*study.probes.values()])
     return found | ({"probes.md": page} if page else {})
 
