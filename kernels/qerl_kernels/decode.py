@@ -96,6 +96,8 @@ def decode_gemm(
         config = choose(_gpu(x.device), weight.shape, len(x), kernel, weight.format)
     if config.kernel == WGMMA != kernel:
         raise ValueError(f"kernel={WGMMA} needs compute capability 9 (H100, H200); use a configuration of {MMA_V2}")
+    if config.kernel == MMA_V2 and weight.shape[1] % 8:
+        raise ValueError(f"kernel={MMA_V2} needs K divisible by 8, got {weight.shape[1]}; use dequantize")
     _launch(x, weight, scale, bias, lora, y, config, parts)
     return y
 
@@ -234,7 +236,7 @@ def _launch(
     else:
         multiply = jit_decode_mma.decode[(blocks, config.split)]
         multiply(
-            x, *tensors, factor, scaling, m, n, k, columns, tiles, rank, own, *ends, x.stride(0) // 8, y.stride(0),
+            x, *tensors, factor, scaling, m, n, k // 8, columns, tiles, rank, own, *ends, x.stride(0) // 8, y.stride(0),
             **constants,
         )  # fmt: skip
     if separate and config.split > 1:

@@ -35,7 +35,7 @@ from qerl_kernels.jit_decode_common import (
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
-@gluon.jit(do_not_specialize=["M", "COLUMNS", "TILES", "end1", "end2", "stride_x"])
+@gluon.jit(do_not_specialize=["M", "K", "COLUMNS", "TILES", "end1", "end2", "stride_x"])
 def decode(
     x_ptr,
     words_ptr,
@@ -52,14 +52,14 @@ def decode(
     scaling,
     M,
     N,
-    K,
+    K,  # in 8 numbers, as is stride_x: copies of 16 bytes need to know that no mask cuts one
     COLUMNS,
     TILES,
     rank,  # these four as in `jit_decode`
     own,
     end1,
     end2,
-    stride_x,  # in 8 numbers
+    stride_x,
     stride_ym,
     FORMAT: gl.constexpr,
     BM: gl.constexpr,
@@ -113,7 +113,7 @@ def decode(
     xs = gl.allocate_shared_memory(gl.bfloat16, [XBUF, RING * BN, 64], SHARED)
     for b in gl.static_range(XBUF - 1):
         at = (first + b) * (RING * 64)
-        _copy(xs.index(b), x_ptr + at, mask=(row < M) & (k < K - at) & (first + b < last))
+        _copy(xs.index(b), x_ptr + at, mask=(row < M) & (k < K * 8 - at) & (first + b < last))
         async_copy.commit_group()
 
     acc = gl.zeros([BM, BN], gl.float32, layout=ACC)
@@ -123,7 +123,7 @@ def decode(
         async_copy.wait_group(XBUF - 2)
         barrier()  # this round is there for all warps, and all have finished the previous one: its buffer is free
         at = (r + XBUF - 1) * (RING * 64)
-        _copy(xs.index(free), x_ptr + at, mask=(row < M) & (k < K - at) & (r + XBUF - 1 < last))
+        _copy(xs.index(free), x_ptr + at, mask=(row < M) & (k < K * 8 - at) & (r + XBUF - 1 < last))
         async_copy.commit_group()
         w_ptr += RING * STEP
         s_ptr += scales_step(FORMAT, RING)

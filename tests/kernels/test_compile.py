@@ -462,7 +462,10 @@ def test_add_partials() -> None:
 
 
 def _decode_mma(arch: int, format_name: str, tokens: int, rank: int) -> Compiled:
-    """The kernel of all cards but Hopper with the tiles of its rule; the most registers where the last program adds."""
+    """The kernel of all cards but Hopper with the tiles of its rule; the most registers where the last program adds.
+
+    Nothing is assumed of K, which comes in 8 numbers: rows with one scale may have 584 inputs.
+    """
     from qerl_kernels import jit_decode_mma
     from qerl_kernels.decode_configs import MMA_V2, by_rule
 
@@ -478,7 +481,7 @@ def _decode_mma(arch: int, format_name: str, tokens: int, rank: int) -> Compiled
     constants: dict[str, Any] = {"FORMAT": format_name, "BM": config.rows, "BN": config.tokens, "W": config.warps}
     constants |= {"RING": config.ring, "XBUF": config.buffers, "SPLIT": 2, "SEPARATE": False, "RANK": rank}
     constants |= {"HAS_ROW_SCALE": rank > 0, "HAS_BIAS": rank > 0, "PDL": arch >= 90}
-    aligned = tuple(n for n in signature if n.endswith("_ptr") or n in ("N", "K", "rank", "own", "stride_ym"))
+    aligned = tuple(n for n in signature if n.endswith("_ptr") or n in ("N", "rank", "own", "stride_ym"))
     return compiled(jit_decode_mma.decode, signature, constants, arch, config.warps, aligned=aligned)
 
 

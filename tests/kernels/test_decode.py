@@ -341,7 +341,7 @@ def test_refuses_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_kernel_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A configuration for another card is refused."""
+    """A configuration for another card is refused, and rows that mma.sync would have to read in parts."""
     weight, x = random_weight("nvfp4", 32, 64, "cpu"), activations(4, 64, "cpu")
     for kernel, most in ((WGMMA, 256), (MMA_V2, 64)):
         monkeypatch.setattr(decode, "kernel_of", lambda _, kernel=kernel: kernel)
@@ -350,6 +350,9 @@ def test_the_kernel_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "_unsupported", lambda _: None)
     with pytest.raises(ValueError, match=r"kernel=wgmma needs compute capability 9.*mma_v2"):
         decode.decode_gemm(x, weight, config=by_rule((32, 64), 4))
+    narrow, x = random_weight("int8", 32, 68, "cpu"), torch.zeros(4, 72, dtype=torch.bfloat16)[:, :68]
+    with pytest.raises(ValueError, match=r"kernel=mma_v2 needs K divisible by 8, got 68.*dequantize"):
+        decode.decode_gemm(x, narrow, config=by_rule((32, 68), 4, MMA_V2, "int8"))
 
 
 def test_every_configuration_fits_the_processor() -> None:
