@@ -52,15 +52,16 @@ def study_of(effects: dict[str, list[float]], **changed: Any) -> Any:
                 runs[arm, base, 0] = run_with(own + added[base])
     primary = Primary(contrasts=CONTRASTS, measure="late_lenient", margin=0.01, looks=LOOKS)
     design = SimpleNamespace(bases=tuple(range(6)), seeds=(0,), primary=primary)
-    return SimpleNamespace(design=design, runs=runs, **changed)
+    sessions = {"session_of": {base: "a session" for _, base, _ in runs}, **changed}
+    return SimpleNamespace(design=design, runs=runs, **sessions)
 
 
 NOISY = [0.05, 0.06, 0.04, 0.055, 0.2, 0.2]
 PLAIN = [-0.02, 0.01, -0.03, 0.02, 0.0, 0.01]
 
 
-def of(bases: int) -> Any:
-    return study_of({"bf16": [0.0] * bases, "plain": PLAIN[:bases], "noisy": NOISY[:bases]})
+def of(bases: int, **changed: Any) -> Any:
+    return study_of({"bf16": [0.0] * bases, "plain": PLAIN[:bases], "noisy": NOISY[:bases]}, **changed)
 
 
 def test_a_look_is_a_paired_t_test_over_its_bases_adjusted_by_holm() -> None:
@@ -111,6 +112,22 @@ def test_a_look_reads_the_first_bases_that_count_whatever_came_later() -> None:
     assert noise.over_bases.value == pytest.approx(np.mean([NOISY[i] - PLAIN[i] for i in (0, 3, 4, 5)]))
     page = primary_page(study)
     assert "## 4 bases" in page and "## 6 bases" not in page and "Base 2 does not count" in page
+
+
+def test_a_base_that_comes_later_changes_no_look_that_was_made() -> None:
+    late = {0: "second", **dict.fromkeys(range(1, 6), "first")}
+    study = of(6, session_of=late)
+    assert counted(study, study.design.primary).bases == (1, 2, 3, 4, 5, 0)
+    assert "Bases 1, 2, 3, 4." in primary_page(study)
+
+
+def test_the_first_look_of_the_larger_model_is_as_it_was_made() -> None:
+    """At copies 1 to 7 and 9; copy 8 came with the last four (protocol, amendment 9)."""
+    real = read_once(REAL / "15b")
+    assert real.design.primary is not None
+    assert sorted(counted(real, real.design.primary).bases[:8]) == [1, 2, 3, 4, 5, 6, 7, 9]
+    noise, format_ = look(real, real.design.primary, 8)
+    assert f"{100 * noise.over_bases.value:+.2f} {100 * format_.over_bases.value:+.2f}" == "+0.14 -2.85"
 
 
 def test_all_pages_see_the_bases_of_the_last_look_alone() -> None:

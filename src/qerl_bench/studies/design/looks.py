@@ -1,7 +1,8 @@
 """What the looks of a study with primary contrasts see: the first bases that have all arms, and before these nothing.
 
-A base counts when all arms that the contrasts name are finished on it, on one machine and card; the first so many in
-the order of the design are a look. Whatever shows numbers of arms, of the study or of its packed runs, asks here.
+A base counts when all arms that the contrasts name are finished on it, on one machine and card; the first so many, by
+the names of their sessions and then in the order of the design, are a look, so that one that comes later changes no look
+that was made before it. Whatever shows numbers of arms, of the study or of its packed runs, asks here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from qerl_bench.studies.runs.load import Run
 
 @dataclass(frozen=True)
 class Counted:
-    """The bases that count, in the order of the design, and why others with some runs do not."""
+    """The bases that count, in the order in which looks take them, and why others with some runs do not."""
 
     bases: tuple[int, ...]
     left_out: dict[int, str]
@@ -43,7 +44,8 @@ def counted(study: Sessions, primary: Primary) -> Counted:
             left_out[base] = f"its arms ran on different machines: {'; '.join(sorted(machines))}"
         elif machines:
             bases.append(base)
-    return Counted(tuple(bases), left_out)
+    session_of = study.session_of
+    return Counted(tuple(sorted(bases, key=lambda base: session_of[base])), left_out)
 
 
 def runs_of(study: Sessions, arm: str, base: int) -> list[Run]:

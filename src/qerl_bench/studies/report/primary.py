@@ -118,7 +118,7 @@ def primary_page(study: Sessions) -> str:
         parts += [
             f"## {count} bases, level {level:g}",
             markdown_table(heads, lines),
-            _levels(study, primary, have.bases[:count]),
+            f"Bases {', '.join(map(str, sorted(have.bases[:count])))}. {_levels(study, primary, have.bases[:count])}",
         ]
     return "\n\n".join(parts) + "\n"
 

@@ -284,7 +284,8 @@ def bases(study: Sessions) -> str:
     for session in dict.fromkeys(session_of.values()):
         of_session = [row for base, row in zip(study.probes, rows, strict=True) if session_of[base] == session]
         columns = [known(column) for column in zip(*of_session, strict=True)]
-        lines.append(["mean", session, *cells([fmean(column) if column else nan for column in columns])])
+        if len(of_session) > 1:
+            lines.append(["mean", session, *cells([fmean(column) if column else nan for column in columns])])
     lines.append(["mean", "", *cells([one.value for one in means])])
     intervals = zip(cells([one.low for one in means]), cells([one.high for one in means]), strict=True)
     lines.append(["95 %", "", *(f"[{low}, {high}]" for low, high in intervals)])
