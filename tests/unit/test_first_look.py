@@ -51,12 +51,27 @@ def test_effects_of_the_page_are_those_of_its_tables() -> None:
     assert [one for one in re.findall(r"x1\.\d{3}", page) if one not in tables] == []
 
 
-def without_copies_7_and_9(contrast: str) -> tuple[float, ...]:
-    """A contrast of the 1.5B, points: the mean and its 95 % interval over the other six copies of its look."""
+def effect(each: Any) -> tuple[float, ...]:
+    """Mean and 95 % interval over copies."""
+    return tuple(map(float, (np.mean(each), *stats.t.interval(0.95, len(each) - 1, np.mean(each), stats.sem(each)))))
+
+
+def of_single_copies() -> set[tuple[float, ...]]:
+    """What the page says of some copies or steps of the 1.5B alone: contrasts in points, differences of rewards."""
     study = read_once(STUDY / "15b")
-    assert study.design.primary is not None
-    each = 100 * differences(study, study.design.primary, contrast, tuple(range(1, 7))).mean(axis=0)
-    return tuple(map(float, (each.mean(), *stats.t.interval(0.95, 5, each.mean(), stats.sem(each)))))
+    primary = study.design.primary
+    assert primary is not None
+    found = {
+        effect(100 * differences(study, primary, contrast, copies).mean(axis=0))
+        for copies in ((1, 2, 3, 4, 5, 6, 8, 10, 11, 12), (8, 10, 11, 12))
+        for contrast in primary.contrasts
+    }
+    reward = {
+        arm: pd.DataFrame({base: study.runs[arm, base, 0].series("train", "reward/mean") for base in range(1, 13)})
+        for arm in primary.arms
+    }
+    noise, form = (reward[treated] - reward[control] for treated, control in primary.contrasts.values())
+    return found | {effect(noise.loc[5:8].mean()), effect(form.loc[33:40].mean() - form.loc[1:8].mean())}
 
 
 def test_effects_of_the_look_are_those_of_its_pages_rounded() -> None:
@@ -68,12 +83,18 @@ def test_effects_of_the_look_are_those_of_its_pages_rounded() -> None:
     ways = (lambda x: x, lambda x: -x, lambda x: 100 * x, lambda x: 100 * (x - 1), lambda x: 100 * (1 - x))
     found = {tuple(way(float(x)) for x in one) for one in measured for way in ways}
     found |= {(mean, high, low) for mean, low, high in found}
-    found |= {without_copies_7_and_9(contrast) for contrast in ("noise", "format")}
+    found |= of_single_copies()
+    found |= {tuple(-x for x in (mean, high, low)) for mean, low, high in found}
     said = re.findall(rf"{number}(?: points| %)?(?: less[a-z ]*| lower)? \[{number}, {number}\]", looked)
     assert len(said) > 10
     for one in said:
         half = 0.501 * 10.0 ** -max(len(x.partition(".")[2]) for x in one)  # of the last digit that the page has
         assert any(np.allclose([float(x) for x in one], ends, rtol=0, atol=half) for ends in found), one
+
+
+def test_the_page_of_questions_comes_out_again() -> None:
+    pages = script("studies/real-2026/questions.py").pages()
+    assert pages and {path: path.read_text() for path in STUDY.glob("*/results/questions.md")} == pages
 
 
 @pytest.mark.parametrize("path", sorted(LOOK.glob("*.yaml")), ids=lambda path: path.stem)
