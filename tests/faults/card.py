@@ -51,6 +51,7 @@ PLACES = {  # phase: the function that runs out of memory, and the one inside of
 }
 HOW = ("raised once", "raised from there on", "taken by another process")
 NO_MEMORY = "no memory is left"
+SAID = "said.txt"  # in the folder of a run: where it is, while the campaign waits for it
 
 
 @dataclass(frozen=True)
@@ -182,41 +183,40 @@ def environment(root: Path, card: str, runs: int) -> dict[str, str]:
     return {**os.environ, **chosen, **shared}  # the launcher's own variable: how many runs share the card
 
 
-def start(setting: Setting, root: Path, plant: Plant, card: str, shared: int) -> list[subprocess.Popen[str]]:
-    """The process of a run, and that of who takes its memory."""
+def start(setting: Setting, root: Path, plant: Plant, card: str, shared: int) -> list[subprocess.Popen[bytes]]:
+    """The process of a run, whose words go to its file SAID, and that of who takes its memory."""
     plan = json.dumps(asdict(plant) | {"flag": str(root / "flag")})
     root.mkdir(exist_ok=True)
     words = [*setting.words, f"root={root}"]
     commands = [["child", plan, *words]]
     if plant.how == "taken by another process":
         commands.append(["hog", str(root / "flag"), str(setting.gib), str(setting.seconds), setting.device])
-    pipe, where = subprocess.PIPE, environment(root, card, shared)
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.card", *command],
-            cwd=ROOT,
-            env=where,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=pipe,
-            stderr=subprocess.STDOUT,
-        )
-        for command in commands
-    ]
+    where = environment(root, card, shared)
+    with open(root / SAID, "w") as said:
+        return [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.faults.card", *command],
+                cwd=ROOT,
+                env=where,
+                stdin=subprocess.DEVNULL,
+                stdout=said if command[0] == "child" else subprocess.DEVNULL,
+                stderr=subprocess.STDOUT,
+            )
+            for command in commands
+        ]
 
 
-def ended(processes: list[subprocess.Popen[str]]) -> tuple[int, str]:
+def ended(root: Path, processes: list[subprocess.Popen[bytes]]) -> tuple[int, str]:
     """Exit code and words of a run; -1000 if it hung. Whoever holds its memory goes."""
     process, *others = processes
     try:
-        said, code = process.communicate(timeout=LIMIT_S)[0], process.returncode
+        code = process.wait(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        process.kill()
-        said, code = process.communicate()[0], -1000
-    for other in others:
-        other.kill()
-        other.communicate()
-    return code, said
+        code = -1000
+    for one in (process, *others):
+        one.kill()
+        one.wait()
+    return code, (root / SAID).read_text(errors="replace")
 
 
 def records(root: Path) -> tuple[dict[int, list[str]], dict[int, dict[str, float]]]:
@@ -256,7 +256,7 @@ def judged(setting: Setting, root: Path, code: int, said: str, alone: Path, limi
         words = Ended(code, said).words
         if NO_MEMORY not in said:
             return {"result": "lost", "said": f"exit code {code}, not about memory: {words}"}
-        code, again = ended(start(setting, root, Plant(), card, 1))
+        code, again = ended(root, start(setting, root, Plant(), card, 1))
         if code:
             return {"result": "lost", "said": f"does not continue: exit code {code}: {Ended(code, again).words}"}
     if not (root / "runs" / "run" / "done.json").exists():
@@ -285,7 +285,7 @@ def on_card(card: str, place: Path, setting: Setting, seed: int, until: float, a
     alone, *beside = (place / name for name in ("alone", "beside1", "beside2"))
     for roots in ([alone], beside):
         running = [start(setting, root, Plant(), card, 1) for root in roots]
-        for code, said in map(ended, running):
+        for code, said in map(ended, roots, running):
             if code:
                 add(
                     Result(
@@ -309,7 +309,7 @@ def on_card(card: str, place: Path, setting: Setting, seed: int, until: float, a
         shared = len(plants) if shares else 1
         roots = [place / f"{number}-{index}" for index in range(len(plants))]
         running = [start(setting, root, plant, card, shared) for root, plant in zip(roots, plants, strict=True)]
-        ends = [(*ended(processes), time.monotonic() - began) for processes in running]
+        ends = [(*ended(*one), time.monotonic() - began) for one in zip(roots, running, strict=True)]
         for root, plant, (code, said, seconds) in zip(roots, plants, ends, strict=True):
             found = judged(setting, root, code, said, alone, limit, card)
             if not plant.place and NO_MEMORY in said and found["result"] != "lost":
