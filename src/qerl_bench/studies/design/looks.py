@@ -1,8 +1,8 @@
 """What the looks of a study with primary contrasts see: the first bases that have all arms, and before these nothing.
 
 A base counts when all arms that the contrasts name are finished on it, on one machine and card; the first so many, by
-the names of their sessions and then in the order of the design, are a look, so that one that comes later changes no look
-that was made before it. Whatever shows numbers of arms, of the study or of its packed runs, asks here.
+the names of their sessions and then in the order of the design, are a look: one that comes later changes no look that
+was made. Whatever shows numbers of arms, of the study or of its packed runs, asks here.
 """
 
 from __future__ import annotations
