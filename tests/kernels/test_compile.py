@@ -524,9 +524,8 @@ def test_decode_mma(arch: int, format_name: str, tokens: int, rank: int, bound: 
     assert sum("HMMA.16816.F32.BF16" in text for text in loop) == config.ring * config.tokens // 2
     assert sum("LDSM.16.M88.4" in text for text in loop) == config.ring * config.tokens // 4
     assert sum(re.search(r"LDGSTS\S*\.128", text) is not None for text in loop) == config.ring * config.tokens // 16
-    assert sum(re.search(r"LDG\.\S*\.128", text) is not None for text in loop) == config.ring * (
-        1 + (format_name in EIGHT_BITS)
-    )
+    words = config.ring * (2 if format_name in EIGHT_BITS else 1)
+    assert sum(re.search(r"LDG\.\S*\.128", text) is not None for text in loop) == words
     assert sum("BAR.SYNC" in text for text in loop) == 2  # more, and each copy would wait for the one before
     assert len(loop) * 32 * config.warps / (config.rows * 64 * config.ring) <= bound
 

@@ -283,8 +283,8 @@ def bases(study: Sessions) -> str:
     lines = [[str(base), session_of[base], *cells(row)] for base, row in zip(study.probes, rows, strict=True)]
     for session in dict.fromkeys(session_of.values()):
         of_session = [row for base, row in zip(study.probes, rows, strict=True) if session_of[base] == session]
-        columns = [known(column) for column in zip(*of_session, strict=True)]
         if len(of_session) > 1:
+            columns = [known(column) for column in zip(*of_session, strict=True)]
             lines.append(["mean", session, *cells([fmean(column) if column else nan for column in columns])])
     lines.append(["mean", "", *cells([one.value for one in means])])
     intervals = zip(cells([one.low for one in means]), cells([one.high for one in means]), strict=True)
