@@ -2,7 +2,7 @@
 
     python studies/real-2026/questions.py
 
-Reads questions.csv of each session of each size, and writes results/questions.md beside it.
+Reads questions.csv of each session of each size, and writes questions.md beside its study.yaml.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import Any
 
 import pandas as pd
 
+from qerl_bench.commands.exits import guarded
+from qerl_bench.process.arguments import KeyValueParser
+from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.studies.tables.markdown import markdown_table
 
 STUDY = Path(__file__).parent
@@ -50,15 +53,16 @@ def pages() -> dict[Path, str]:
         files = sorted(size.parent.glob("data/*/questions.csv"))
         if files:
             rows = pd.concat([pd.read_csv(file) for file in files])
-            found[size.parent / "results" / "questions.md"] = page(rows)
+            found[size.with_name("questions.md")] = page(rows)
     return found
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    KeyValueParser(__doc__).parse_args(arguments)
     for file, text in pages().items():
-        file.write_text(text)
+        write_atomically(file, text)
         print(file)
 
 
 if __name__ == "__main__":
-    main()
+    guarded(main)

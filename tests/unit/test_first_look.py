@@ -94,7 +94,7 @@ def test_effects_of_the_look_are_those_of_its_pages_rounded() -> None:
 
 def test_the_page_of_questions_comes_out_again() -> None:
     pages = script("studies/real-2026/questions.py").pages()
-    assert pages and {path: path.read_text() for path in STUDY.glob("*/results/questions.md")} == pages
+    assert pages and {path: path.read_text() for path in STUDY.glob("*/questions.md")} == pages
 
 
 @pytest.mark.parametrize("path", sorted(LOOK.glob("*.yaml")), ids=lambda path: path.stem)
