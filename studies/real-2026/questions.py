@@ -1,12 +1,13 @@
-"""What checkpoints answered beside the study's evaluations (protocol, amendment 8), a row for each copy.
+"""What checkpoints answered beside the study's evaluations (protocol, amendment 8), by copy and over copies.
 
     python studies/real-2026/questions.py
 
-Reads questions.csv of each session of each size, and writes questions.md beside its study.yaml.
+Reads questions.csv and tidy.parquet of each session of each size, and writes questions.md beside its study.yaml.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,45 +16,102 @@ import pandas as pd
 from qerl_bench.commands.exits import guarded
 from qerl_bench.process.arguments import KeyValueParser
 from qerl_bench.rundir.durable import write_atomically
+from qerl_bench.statistics import mean_ci
+from qerl_bench.studies.report.probe_page import points
+from qerl_bench.studies.runs.committed import TIDY
 from qerl_bench.studies.tables.markdown import markdown_table
 
 STUDY = Path(__file__).parent
-ARMS = ("bf16", "nvfp4", "nvfp4-noise")
-ASKED = {  # name: what it is, and the metrics that its table has
-    "t1": (
+LEAST = 3  # copies for an interval
+IN_NVFP4 = "bf16 in nvfp4"  # the policy that was trained in 16 bits, rounded when it answers
+
+
+@dataclass(frozen=True)
+class Question:
+    """What was asked of which arms, the metrics that its tables have, and the differences."""
+
+    said: str
+    metrics: dict[str, str]
+    arms: tuple[str, ...] = ("bf16", "nvfp4", "nvfp4-noise")
+    differences: tuple[tuple[str, str], ...] = (("nvfp4", "bf16"), ("nvfp4-noise", "nvfp4"))
+
+
+ASKED = {
+    "t1": Question(
         "256 held-out questions of GSM8K, 8 answers each at temperature 1",
         {"lenient_sampled": "by the last number", "pass_at_k": "pass@8 by the boxed one"},
     ),
-    "words": (
+    "words": Question(
         "1,000 generated word problems, greedy and at temperature 0.6",
         {"accuracy_greedy": "greedy, boxed", "accuracy_sampled": "sampled, boxed"},
+    ),
+    "in-nvfp4": Question(
+        "1,319 held-out questions of GSM8K, greedy and at temperature 0.6, answered in the arm's format or in NVFP4",
+        {"lenient_greedy": "greedy, last number", "lenient_sampled": "sampled, last number"},
+        ("bf16", IN_NVFP4, "nvfp4"),
+        ((IN_NVFP4, "bf16"), ("nvfp4", IN_NVFP4)),
     ),
 }
 
 
 def page(rows: Any) -> str:
-    """Markdown with a table for each kind of question: copies and steps by arms, per cent."""
+    """Markdown with two tables for each kind of question: per cent of each copy, and differences over copies.
+
+    `rows` has columns copy, arm, asked, step, metric and value, a share.
+    """
     parts = ["# Questions to checkpoints"]
-    for asked, (said, metrics) in ASKED.items():
-        keys = ["copy", "step", "metric", "arm"]
-        found = rows[rows.asked == asked].set_index(keys)["value"].to_dict()
-        lines = []
-        for copy, step in sorted({key[:2] for key in found}):
-            values = [found.get((copy, step, metric, arm)) for metric in metrics for arm in ARMS]
-            lines.append([str(copy), str(step), *("-" if value is None else f"{100 * value:.1f}" for value in values)])
-        heads = ["copy", "step", *(f"{name}, {arm}" for name in metrics.values() for arm in ARMS)]
-        parts += [f"## {said}", markdown_table(heads, lines)]
+    for asked, question in ASKED.items():
+        found = rows[rows.asked == asked].pivot_table("value", ["copy", "step"], ["metric", "arm"])
+        if found.empty:
+            continue
+        columns = [(metric, arm) for metric in question.metrics for arm in question.arms]
+        shares = 100 * found.reindex(columns=pd.MultiIndex.from_tuples(columns))
+        lines = [
+            [str(copy), str(step), *("-" if pd.isna(value) else f"{value:.1f}" for value in values)]
+            for (copy, step), values in zip(shares.index, shares.to_numpy(), strict=True)
+        ]
+        heads = ["copy", "step", *(f"{question.metrics[metric]}, {arm}" for metric, arm in columns)]
+        parts += [f"## {question.said}", markdown_table(heads, lines), *differences(shares, question)]
     return "\n\n".join(parts) + "\n"
+
+
+def differences(shares: Any, question: Question) -> list[str]:
+    """A table of differences in points, means and 95 % intervals over the copies that have both; none of few copies."""
+    lines = []
+    for step, of_step in shares.groupby(level="step"):
+        for metric, said in question.metrics.items():
+            for arm, other in question.differences:
+                gaps = (of_step[metric, arm] - of_step[metric, other]).dropna()
+                if len(gaps) >= LEAST and gaps.any():  # before training noise is none
+                    shown = points(mean_ci(gaps.to_numpy() / 100), 1, signed=True)
+                    lines.append([str(step), said, f"{arm} - {other}", str(len(gaps)), shown])
+    return [markdown_table(["step", "right", "difference", "copies", "points"], lines)] if lines else []
+
+
+def evaluations(tidy: Any, copies: set[int], steps: set[int]) -> Any:
+    """The study's own evaluations of the arms without noise, as rows of the question `in-nvfp4`."""
+    metrics = [f"eval/{metric}" for metric in ASKED["in-nvfp4"].metrics]
+    own = tidy[(tidy.kind == "eval") & tidy.metric.isin(metrics) & (tidy.aqn == "none")]
+    own = own[own.seed.isin(copies) & own.step.isin(steps)]
+    named = own.assign(copy=own.seed, arm=own.quant, asked="in-nvfp4", metric=own.metric.str.removeprefix("eval/"))
+    return named[["copy", "arm", "asked", "step", "metric", "value"]].astype({"metric": str, "arm": str})
+
+
+def rows_of(session: Path) -> Any:
+    """What was asked of a session's checkpoints, and beside answers in NVFP4 what the study asked."""
+    asked = pd.read_csv(session / "questions.csv")
+    in_nvfp4 = asked.asked == "in-nvfp4"
+    own = evaluations(pd.read_parquet(session / TIDY), set(asked[in_nvfp4]["copy"]), set(asked[in_nvfp4].step))
+    return pd.concat([asked.assign(arm=asked.arm.where(~in_nvfp4, IN_NVFP4)), own])
 
 
 def pages() -> dict[Path, str]:
     """By its file, the page of each size that has such answers."""
     found = {}
     for size in sorted(STUDY.glob("*/study.yaml")):
-        files = sorted(size.parent.glob("data/*/questions.csv"))
-        if files:
-            rows = pd.concat([pd.read_csv(file) for file in files])
-            found[size.with_name("questions.md")] = page(rows)
+        sessions = [file.parent for file in sorted(size.parent.glob("data/*/questions.csv"))]
+        if sessions:
+            found[size.with_name("questions.md")] = page(pd.concat([rows_of(session) for session in sessions]))
     return found
 
 

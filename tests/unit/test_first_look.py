@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from scipy import stats
 
 from qerl_bench.studies.conduct.archive import ANSWERS
 from qerl_bench.studies.design.design import read_design
-from qerl_bench.studies.design.sessions import read_probes
+from qerl_bench.studies.design.sessions import Sessions, read_probes
 from qerl_bench.studies.report.primary import differences
 from qerl_bench.studies.report.probe_page import markdown
 from qerl_bench.studies.report.sessions import read_once
@@ -57,13 +58,17 @@ def effect(each: Any) -> tuple[float, ...]:
 
 
 def of_single_copies() -> set[tuple[float, ...]]:
-    """What the page says of some copies or steps of the 1.5B alone: contrasts in points, differences of rewards."""
-    study = read_once(STUDY / "15b")
+    """What the page says of some copies or steps alone: contrasts in points, differences of rewards."""
+    chosen = {"05b": [(9, 10, 11, 12)], "15b": [(1, 2, 3, 4, 5, 6, 8, 10, 11, 12), (8, 10, 11, 12)]}
+    return set().union(*(of_copies(read_once(STUDY / size), copies) for size, copies in chosen.items()))
+
+
+def of_copies(study: Sessions, chosen: Sequence[Sequence[int]]) -> set[tuple[float, ...]]:
     primary = study.design.primary
     assert primary is not None
     found = {
         effect(100 * differences(study, primary, contrast, copies).mean(axis=0))
-        for copies in ((1, 2, 3, 4, 5, 6, 8, 10, 11, 12), (8, 10, 11, 12))
+        for copies in chosen
         for contrast in primary.contrasts
     }
     reward = {
@@ -77,7 +82,7 @@ def of_single_copies() -> set[tuple[float, ...]]:
 def test_effects_of_the_look_are_those_of_its_pages_rounded() -> None:
     """Where the page says "3.0 points less [1.4, 4.7]", or per cent of a ratio, its pages have the number itself."""
     looked = (STUDY / "README.md").read_text().partition("## Before training")[0]
-    pages = "".join(path.read_text() for path in STUDY.glob("*/results/*.md"))
+    pages = "".join(path.read_text() for path in (*STUDY.glob("*/results/*.md"), *STUDY.glob("*/questions.md")))
     number = r"[×x+]?(-?\d+(?:\.\d+)?(?:e-\d+)?)"
     measured = re.findall(rf"{number} \|? ?\[{number}, {number}\]", pages)
     ways = (lambda x: x, lambda x: -x, lambda x: 100 * x, lambda x: 100 * (x - 1), lambda x: 100 * (1 - x))

@@ -19,14 +19,15 @@ from qerl_bench.studies.report.sessions import beside
 from qerl_bench.studies.runs.find import chosen_runs
 from tests.scripts import ROOT
 
-REAL = ROOT / "studies" / "real-2026" / "05b"  # with eight bases that count
+REAL = ROOT / "studies" / "real-2026" / "05b"
+LATER = "2026-11-27*"  # sessions after the first, which has the eight bases of the first look
 TINY = ROOT / "studies" / "tiny"
 Command = Callable[[list[str]], None]
 
 
 def with_looks(looks: dict[int, float], folder: Path) -> Path:
-    """The study REAL in `folder`, as if it had been designed with these looks."""
-    shutil.copytree(REAL, folder, ignore=shutil.ignore_patterns("results"))
+    """The first session of REAL in `folder`, as if it had been designed with these looks."""
+    shutil.copytree(REAL, folder, ignore=shutil.ignore_patterns("results", LATER))
     design = yaml.safe_load((folder / "study.yaml").read_text())
     design["primary"]["looks"] = looks
     (folder / "study.yaml").write_text(yaml.safe_dump(design))

@@ -136,7 +136,7 @@ def test_all_pages_see_the_bases_of_the_last_look_alone() -> None:
     seen = at_last_look(real)
     assert seen is not None and {base for _, base, _ in seen.runs} == {*seen.probes}
     assert len(seen.probes) in real.design.primary.looks
-    fewer = replace(real, runs={cell: run for cell, run in real.runs.items() if cell[:2] != ("nvfp4", 8)})
+    fewer = replace(real, runs={cell: run for cell, run in real.runs.items() if cell[1] < 8})
     assert len(counted(fewer, real.design.primary).bases) == 7 and at_last_look(fewer) is None
 
 
@@ -237,6 +237,6 @@ def test_a_session_that_measured_bases_by_another_design_is_named(tmp_path: Path
     design = yaml.safe_load((folder / "study.yaml").read_text())
     (folder / "study.yaml").write_text(yaml.safe_dump(design | {"dose": design["dose"] | {"draws": 3}}))
     study = read_study(folder)
-    (told,) = study.otherwise.values()
-    assert study.runs and told == "dose.draws was 8 (study.yaml: 3)"
+    assert study.runs and len(study.otherwise) == len([*(folder / "data").iterdir()])
+    assert {*study.otherwise.values()} == {"dose.draws was 8 (study.yaml: 3)"}
     assert f"\nBases of {next(iter(study.otherwise))}: dose.draws was 8" in str(contents(study)["gates.md"])
