@@ -1,7 +1,8 @@
 """Triton kernel of `activations`. One program rounds one row, so rows do not depend on each other.
 
 Divisions are those of IEEE and nothing is fused, so that the bits are those of the reference. E4M3 is rounded by
-arithmetic on FP32, since cards before sm_89 cannot convert to it. Long rows, from about 8,192 inputs, spill some registers.
+arithmetic on FP32, since cards before sm_89 cannot convert to it. Rows of more than about 8,192
+inputs spill some registers.
 """
 
 import triton

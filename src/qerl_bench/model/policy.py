@@ -108,8 +108,6 @@ class Policy:
         self.kernels = choose_kernels(model, layers, kernel)
         reason = why_not_fused(kernel, self.device)
         self.fused = reason is None
-        if rounding is not None:
-            rounding.fused = self.fused
         log.info("kernel of the loss head and of sampling: %s", "triton" if reason is None else f"torch ({reason})")
         reason = reason or (ROUNDED if rounding else MERGED if merging else None)
         reason = reason or why_not_fused_blocks(kernel, model) or fuse_blocks(decoder_of(model))

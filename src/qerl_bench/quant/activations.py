@@ -1,8 +1,8 @@
 """Rounding the inputs of packed layers: `quant.activations` and `rollout.activations`.
 
 A layer multiplies its packed weight by the rounded input; the adapter reads the input as it is, and gradients pass
-straight through. Fused paths know nothing of it, so blocks run the modules of transformers and PEFT. Left out: experts,
-which are refused, and the head, which is not packed.
+straight through. Fused paths of training know nothing of it, so there blocks run the modules of transformers and PEFT;
+recorded sampling rounds. Left out: experts, which are refused, and the head, which is not packed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from qerl_bench.quant.linear import PackedLinear
 from qerl_kernels.activations import round_rows
 
 log = logging.getLogger(__name__)
-REASON = "the inputs of packed layers are rounded"  # why a fused path is not taken
+REASON = "the inputs of packed layers are rounded"  # why a fused path of training is not taken
 
 
 class Rounding:
-    """Rounds inputs x (..., K) to the format `kind`, straight-through, and counts what becomes zero; with a kernel if `fused`."""
+    """Rounds inputs x (..., K) to the format `kind`, straight-through, and counts what becomes zero.
+
+    One kernel does both if `fused`, where it can run.
+    """
 
     def __init__(self, kind: str, device: torch.device) -> None:
         self.kind, self.on, self.fused = kind, True, True
