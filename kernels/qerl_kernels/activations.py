@@ -9,10 +9,16 @@ otherwise, and scales from calibration.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from qerl_kernels import e2m1, mxfp4, nvfp4, symmetric
+from qerl_kernels.checks import interpreting
+from qerl_kernels.decoder_layer import FLOATS
+from qerl_kernels.overlap import overlapping
+
+MOST_INPUTS = 32768  # of a row that one program of the kernel holds
 
 # Rows x (M, K) to the grid values of their blocks (M, K/B, B), and the units of these, FP32 (M, K/B).
 Encode = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -64,3 +70,39 @@ def round_blocks(x: torch.Tensor, kind: str) -> torch.Tensor:
     values, unit = KINDS[kind](x.reshape(-1, x.shape[-1]))
     rounded = (values * unit.unsqueeze(-1)).view(x.shape).to(x.dtype)
     return torch.where(x.isfinite(), rounded, x)
+
+
+def round_rows(x: torch.Tensor, kind: str, counts: torch.Tensor, fused: bool = True) -> torch.Tensor:
+    """`round_blocks`, which adds to `counts` int64 (2,) how many inputs became zero, of how many that were not.
+
+    One kernel does both if `fused`, on a GPU, for bfloat16, float16 and float32 and K up to `MOST_INPUTS`.
+    """
+    width = x.shape[-1]
+    runs = (x.device.type == "cuda" or interpreting()) and x.dtype in FLOATS and width <= MOST_INPUTS
+    if not (fused and runs) or x.numel() == 0:
+        rounded, inputs = round_blocks(x, kind), x != 0
+        counts += torch.stack([(inputs & (rounded == 0)).sum(), inputs.sum()])
+        return rounded
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    _launch(x, y, kind, counts)
+    return y
+
+
+def shape_of(kind: str, width: int) -> tuple[int, int, int]:
+    """How a program holds K = `width`: the inputs of a block, how many blocks, and warps."""
+    block = nvfp4.BLOCK if kind == "nvfp4" else mxfp4.BLOCK
+    blocks = 1 << (-(-width // block) - 1).bit_length()
+    return block, blocks, min(32, max(1, block * blocks // 512))
+
+
+def _launch(x: torch.Tensor, y: torch.Tensor, kind: str, counts: torch.Tensor) -> None:
+    from qerl_kernels import jit_activations
+
+    width = x.shape[-1]
+    block, blocks, warps = shape_of(kind, width)
+    kernel: Any = jit_activations.round_row
+    kernel[(x.numel() // width,)](
+        x, y, counts, width, KIND=kind, EPSILON=torch.finfo(x.dtype).eps, B=block, BLOCKS=blocks,
+        num_warps=warps, enable_fp_fusion=False, **overlapping(x.device),
+    )  # fmt: skip

@@ -135,6 +135,8 @@ def _build_policy(experiment: Experiment, base: Path | None, device: str, like: 
         rounding=rounding,
         merging=merging,
     )
+    if rounding is not None:
+        rounding.fused = policy.fused
     if like is not None:
         policy.base_scales = like.base_scales
     if train.recompute == "selective":

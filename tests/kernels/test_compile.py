@@ -560,3 +560,19 @@ def test_sort_rows() -> None:
     constants = {"EXPERTS": 256, "ROWS": 16, "BLOCK": 64}
     pointers = tuple(name for name in signature if signature[name].startswith("*"))
     _sound(compiled(jit_grouped.sort_rows, signature, constants, 90, num_warps=8, aligned=pointers))
+
+
+@pytest.mark.parametrize(("arch", "pdl"), [(arch, pdl) for arch in CARDS for pdl in _overlapping(arch)])
+@pytest.mark.parametrize(("kind", "width"), [("nvfp4", 1536), ("mxfp4", 3584), ("fp8", 3584), ("int8", 8960)])
+def test_rounded_inputs(arch: int, pdl: bool, kind: str, width: int) -> None:
+    """A row stays in registers; its inputs are read once, in whole vectors."""
+    from qerl_kernels import jit_activations
+    from qerl_kernels.activations import shape_of
+
+    block, blocks, warps = shape_of(kind, width)
+    signature = {"x": "*bf16", "y": "*bf16", "counts": "*i64", "width": "i32"}
+    constants = {"KIND": kind, "EPSILON": 2.0**-7, "B": block, "BLOCKS": blocks, "PDL": pdl}
+    built = compiled(jit_activations.round_row, signature, constants, arch, warps, enable_fp_fusion=False)
+    _sound(built, pdl)
+    assert built.registers * warps * 32 <= 65536
+    assert built.count(r"LDG\.\S*128") == built.count("LDG") == 2

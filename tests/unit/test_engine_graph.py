@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,6 +60,14 @@ def _same(found: list[hf_reference.Completion], wanted: list[hf_reference.Comple
     for one, other in zip(found, wanted, strict=True):
         assert one[1] == pytest.approx(other[1], abs=tolerance)
         assert one[2] == pytest.approx(other[2], abs=tolerance)
+
+
+def _same_but_for_flips(found: list[hf_reference.Completion], wanted: list[hf_reference.Completion]) -> None:
+    """The last bit of an input decides now and then to which of two codes it is rounded."""
+    _same(found, wanted, 0.02)
+    pairs = [pair for one, other in zip(found, wanted, strict=True) for pair in zip(one[1], other[1], strict=True)]
+    apart = sorted(abs(one - other) for one, other in pairs)
+    assert apart[int(0.75 * len(apart))] < 5e-5
 
 
 # --- against sampling through transformers ---------------------------------------------------------------------------
@@ -286,10 +295,14 @@ def test_layers_side_by_side(make_policy: MakePolicy, quant: str, targets: str) 
 
 
 @pytest.mark.parametrize("targets", ["[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]", "[q_proj,up_proj]"])
-@pytest.mark.parametrize("quant", ["nvfp4", "bf16"])
-def test_completions_of_joined_layers(make_policy: MakePolicy, targets: str, quant: str) -> None:
+@pytest.mark.parametrize(
+    ("quant", "activations"), [("nvfp4", "none"), ("bf16", "none"), ("nvfp4", "nvfp4"), ("nvfp4", "fp8")]
+)
+def test_completions_of_joined_layers(make_policy: MakePolicy, targets: str, quant: str, activations: str) -> None:
     """Twice, as the second round finds the layers joined; then training moves on from them."""
     shape = ("model.heads=4", "model.kv_heads=2", f"lora.targets={targets}", "lora.dropout=0.3")
+    shape += (f"quant.activations={activations}",) if activations != "none" else ()
+    compare = partial(_same, tolerance=5e-5) if activations == "none" else _same_but_for_flips
     policy = _ragged(make_policy(*shape, quant=quant, width=64, sharp=True, adapted=True))
     wanted = _decoded(hf_reference.decode, policy, _sampling())
     for module in policy.model.modules():
@@ -298,9 +311,9 @@ def test_completions_of_joined_layers(make_policy: MakePolicy, targets: str, qua
         if isinstance(module, LoRALinear):
             module.fused = True
     for _ in range(2):
-        _same(_decoded(decode, policy, _sampling()), wanted, 5e-5)
+        compare(_decoded(decode, policy, _sampling()), wanted)
     with policy.without_adapter():
-        _same(_decoded(decode, policy, _sampling()), _decoded(hf_reference.decode, policy, _sampling()), 5e-5)
+        compare(_decoded(decode, policy, _sampling()), _decoded(hf_reference.decode, policy, _sampling()))
     ids, mask = torch.arange(24).view(2, 12), (torch.arange(12) > 3).expand(2, 12)
     policy.token_stats(ids, mask, 1.0).logprobs.sum().backward()
     assert all(parameter.grad is not None for parameter in policy.trainable)

@@ -100,11 +100,12 @@ class HFEngine:
     def sleep(self) -> dict[str, float]:
         """Release 16-bit copies, and all else that does not fit into `kept_gib`. Returns ENGINE_HF metrics.
 
-        If inputs are rounded, it is the share that became zero since the last call.
+        If inputs are rounded, the share that became zero since the last call is one of them.
         """
+        found = {} if self.sampler is None else self.sampler.sleep()
         if self.policy.rounding is not None:
-            return {"activations/underflow_rollout": metrics.ratio([self.policy.rounding.take()])}
-        return {} if self.sampler is None else self.sampler.sleep()
+            found["activations/underflow_rollout"] = metrics.ratio([self.policy.rounding.take()])
+        return found
 
     def record(self) -> dict[str, Any]:
         said: dict[str, Any] = {"engine": "hf", "copies_of_weights": 1, "decoding": self.decoding}

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -162,7 +163,9 @@ class Decoding:
             self.dequantized.make(partial(_memory, device=self.state.device))
         started = time.perf_counter()
         if self.uses_graph:
-            self._record()
+            rounding = self.policy.rounding
+            with nullcontext() if rounding is None else rounding.uncounted():
+                self._record()
         self.recording_s = time.perf_counter() - started
 
     def forget_dequantized(self) -> None:
@@ -414,7 +417,8 @@ class Decoding:
         layers = [module for module in modules if isinstance(module, LoraLayer)]
         adapters = [(layer.disable_adapters, layer.merged, *layer.scaling.values()) for layer in layers]
         cast = [layer.cast_adapter is not None for layer in modules if isinstance(layer, LoRALinear | LoRAExperts)]
-        return (*(tensor.data_ptr() for tensor in tensors if id(tensor) not in copied), *adapters, *cast)
+        rounds = self.policy.rounding is not None and self.policy.rounding.on
+        return (rounds, *(tensor.data_ptr() for tensor in tensors if id(tensor) not in copied), *adapters, *cast)
 
 
 def _causal(

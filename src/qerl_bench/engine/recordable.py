@@ -8,7 +8,6 @@ from typing import Any
 from qerl_bench.model.lm_head import decoder_of
 from qerl_bench.model.merging import REASON as MERGED
 from qerl_bench.model.policy import Policy
-from qerl_bench.quant.activations import REASON as ROUNDED
 from qerl_bench.quant.linear import PackedLinear
 
 
@@ -43,8 +42,6 @@ def eager_reason(policy: Policy) -> str | None:
     config: Any = decoder_of(policy.model).config
     if not policy.fused:
         return "without fused kernels sampling is the reference"
-    if policy.rounding is not None:
-        return ROUNDED
     if policy.merging is not None:
         return MERGED
     if config.model_type not in FAMILIES or activation_of(config) not in ACTIVATIONS:

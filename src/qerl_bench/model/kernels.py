@@ -57,12 +57,16 @@ class LoRALinear(lora.Linear):
     cast_adapter: Adapter | None = None  # in the dtype of the input, inside `adapters_cast_to`
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        adapter = (self.cast_adapter or self.adapter()) if self.fused and not args and not kwargs else None
+        adapter = self._own_adapter() if self.fused and not args and not kwargs else None
         if adapter is None:
             return super().forward(x, *args, **kwargs)
         base = self.get_base_layer()
         assert isinstance(base, torch.nn.Linear)
         return linear_with_lora(base, x, adapter)
+
+    def _own_adapter(self) -> Adapter | None:
+        """The adapter of the one operation; if the base rounds its input, in sampling alone."""
+        return self.cast_adapter or (None if rounds(self.get_base_layer()) else self.adapter())
 
     def adapter(self) -> Adapter | None:
         """The active adapter; None if PEFT's own forward is needed: without adapter, with several, or with dropout."""
@@ -227,7 +231,7 @@ def choose_kernels(model: torch.nn.Module, layers: Iterable[str], kernel: str) -
         module, base = _layer_and_base(model, name)
         choices[name] = _kernel_of(base, kernel, next(model.parameters()).dtype)
         if isinstance(module, LoRALinear):
-            module.fused = choices[name] not in (REFERENCE, BITSANDBYTES) and not rounds(base)
+            module.fused = choices[name] not in (REFERENCE, BITSANDBYTES)
     for choice in dict.fromkeys(choices.values()):
         names = [name for name in choices if choices[name] == choice]
         log.info("kernel of %d layers (%s ... %s): %s", len(names), names[0], names[-1], choice)
@@ -235,7 +239,7 @@ def choose_kernels(model: torch.nn.Module, layers: Iterable[str], kernel: str) -
 
 
 def rounds(base: object) -> bool:
-    """Whether a layer rounds its input, which its adapter reads as it is: then they are no single operation."""
+    """Whether a layer rounds its input, which its adapter reads as it is: then training takes PEFT's operations."""
     return isinstance(base, PackedLinear) and base.rounding is not None
 
 

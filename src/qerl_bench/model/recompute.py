@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qerl_bench.checks import require
-from qerl_bench.model.kernels import LoRALinear, rounds
+from qerl_bench.model.kernels import LoRALinear
 from qerl_bench.quant.experts import expert_modules
 from qerl_bench.quant.linear import PackedLinear
 from qerl_kernels.training_linear import Kept, keeping, reusing
@@ -74,5 +74,5 @@ def keep_matmuls(model: torch.nn.Module) -> None:
             "train.recompute=selective does not keep the matmuls of bitsandbytes (quant.backend=bitsandbytes). Use "
             "train.recompute=full",
         )
-        layer.fused = not rounds(base)  # then PEFT's forward pass takes that path for the base alone
+        layer.fused = True  # if the base rounds its input, PEFT's forward pass takes that path for it alone
     log.info("recompute: the outputs of %d frozen matmuls are kept, the rest of each block is redone", len(layers))

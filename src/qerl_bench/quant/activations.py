@@ -1,8 +1,8 @@
 """Rounding the inputs of packed layers: `quant.activations` and `rollout.activations`.
 
 A layer multiplies its packed weight by the rounded input; the adapter reads the input as it is, and gradients pass
-straight through. Fused paths know nothing of it, so blocks run the modules of transformers and PEFT. Left out: experts,
-which are refused, and the head, which is not packed.
+straight through. Fused paths of training know nothing of it, so there blocks run the modules of transformers and PEFT;
+recorded sampling rounds. Left out: experts, which are refused, and the head, which is not packed.
 """
 
 from __future__ import annotations
@@ -18,27 +18,34 @@ from qerl_bench.checks import require
 from qerl_bench.quant.base import NOT_ROUNDED
 from qerl_bench.quant.experts import PackedExperts
 from qerl_bench.quant.linear import PackedLinear
-from qerl_kernels.activations import round_blocks
+from qerl_kernels.activations import round_rows
 
 log = logging.getLogger(__name__)
-REASON = "the inputs of packed layers are rounded"  # why a fused path is not taken
+REASON = "the inputs of packed layers are rounded"  # why a fused path of training is not taken
 
 
 class Rounding:
-    """Rounds inputs x (..., K) to the format `kind`, straight-through, and counts what becomes zero."""
+    """Rounds inputs x (..., K) to the format `kind`, straight-through, and counts what becomes zero.
+
+    One kernel does both if `fused`, where it can run.
+    """
 
     def __init__(self, kind: str, device: torch.device) -> None:
-        self.kind, self.on = kind, True
+        self.kind, self.on, self.fused = kind, True, True
         self.counts = torch.zeros(2, dtype=torch.long, device=device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self.on:
             return x
-        rounded: Any = _StraightThrough.apply(x, self.kind)
-        with torch.no_grad():
-            inputs = x != 0
-            self.counts += torch.stack([(inputs & (rounded == 0)).sum(), inputs.sum()])
+        rounded: Any = _StraightThrough.apply(x, self.kind, self.counts, self.fused)
         return rounded
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Context after which the counts are what they were before, where they were."""
+        before = self.counts.clone()
+        yield
+        self.counts.copy_(before)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -58,12 +65,12 @@ class Rounding:
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
-        return round_blocks(x, kind)
+    def forward(ctx: Any, x: torch.Tensor, kind: str, counts: torch.Tensor, fused: bool) -> torch.Tensor:
+        return round_rows(x, kind, counts, fused)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return grads[0], None
+        return grads[0], None, None, None
 
 
 def round_inputs(model: torch.nn.Module, kind: str, where: str) -> Rounding | None:

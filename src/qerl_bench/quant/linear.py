@@ -184,8 +184,13 @@ class PackedLinear(torch.nn.Linear):
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         if self.rounding is not None:
-            assert not adapter  # which reads the input as it is
-            input = self.rounding(input)
+            rounded = self.rounding(input)
+            if adapter:
+                return _plus_adapter(self._multiply(rounded, None), input, adapter)
+            input = rounded
+        return self._multiply(input, adapter)
+
+    def _multiply(self, input: torch.Tensor, adapter: Adapter | JoinedAdapters | None) -> torch.Tensor:
         if self.uses_bitsandbytes:
             assert isinstance(self.weight_format, NF4) and adapter is None  # PEFT applies the adapter
             shape = (self.out_features, self.in_features)
@@ -209,8 +214,7 @@ class PackedLinear(torch.nn.Linear):
                 scale[rows] = value
         if adapter is None:
             return decode.decode_gemm(x, weight, scale, self.bias)
-        a, b = adapter.a.to(x.dtype), adapter.b.to(x.dtype)  # (r, K) and (N, r)
-        down = projection.project(x, a) if projection.pays(x, a) else x @ a.t()  # (M, r)
+        b, down = adapter.b.to(x.dtype), _down(x, adapter.a.to(x.dtype))  # (N, r) and (M, r)
         if b.shape[1] > decode.MAX_RANK * (len(adapter.parts) or 1):
             return decode.decode_gemm(x, weight, scale, self.bias).addmm_(down, b.t(), alpha=adapter.scaling)
         return decode.decode_gemm(x, weight, scale, self.bias, (down, b, adapter.scaling), parts=adapter.parts)
@@ -226,6 +230,21 @@ class PackedLinear(torch.nn.Linear):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self.row_scales = [(slice(None), self.weight_format.output_scale(self.packed()))]
+
+
+def _down(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """x A^T (M, r) of x (M, K) and A (r, K) in one dtype, without gradient."""
+    return projection.project(x, a) if projection.pays(x, a) else x @ a.t()
+
+
+def _plus_adapter(y: torch.Tensor, x: torch.Tensor, adapter: Adapter | JoinedAdapters) -> torch.Tensor:
+    """y (..., N), without gradient, plus the output of `adapter` for x (..., K), written to y."""
+    assert isinstance(adapter, Adapter) and not torch.is_grad_enabled()  # training applies it by PEFT
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    a, b = adapter.a.to(x.dtype), adapter.b.to(x.dtype)
+    down = _down(rows, a) if x.device.type == "cuda" else rows @ a.t()
+    y.view(-1, y.shape[-1]).addmm_(down, b.t(), alpha=adapter.scaling)
+    return y
 
 
 @contextmanager

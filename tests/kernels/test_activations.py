@@ -1,0 +1,82 @@
+"""The kernel that rounds inputs: the bits of the reference, and its counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qerl_kernels.activations import KINDS, MOST_INPUTS, round_blocks, round_rows
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def _x(rows: int, width: int) -> torch.Tensor:
+    """Rows of many sizes, one of zeros, and a few tokens whose channels differ as much as those of models."""
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randn(rows, width, generator=generator) ** 3 * torch.logspace(-6, 5, rows)[:, None]
+    x[1] = 0
+    x[2, ::3] = -0.0
+    x[3, 7] = 1000 * x[3].abs().max()
+    return x
+
+
+def _same(x: torch.Tensor, kind: str, device: str) -> None:
+    """Against the reference on a CPU, whose NaN have other bits."""
+    counts = torch.tensor([5, 7], device=device)
+    found, wanted = round_rows(x.to(device), kind, counts).cpu(), round_blocks(x, kind)
+    assert found.dtype == x.dtype and torch.equal(found.isnan(), wanted.isnan())
+    integers = torch.int32 if x.dtype == torch.float32 else torch.int16
+    assert torch.equal(*(torch.where(one.isnan(), 0, one).view(integers) for one in (found, wanted)))
+    inputs = x != 0
+    assert counts.tolist() == [5 + int((inputs & (wanted == 0)).sum()), 7 + int(inputs.sum())]
+
+
+def _dtypes(device: str) -> tuple[torch.dtype, ...]:
+    return (torch.float32,) if device == "cpu" else (torch.float32, torch.bfloat16, torch.float16)
+
+
+@kinds
+@pytest.mark.parametrize("width", [32, 96, 1536, 8960, MOST_INPUTS])
+def test_the_bits_are_those_of_the_reference(device: str, kind: str, width: int) -> None:
+    for dtype in _dtypes(device):
+        x = _x(6 if device == "cpu" else 64, width)
+        _same((x if dtype != torch.float16 else x.clamp(-6e4, 6e4)).to(dtype), kind, device)
+
+
+@kinds
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, under the interpreter
+def test_ends_of_the_range(device: str, kind: str) -> None:
+    """Scales that are subnormal or not finite, and inputs that are not; NVFP4's 1 / scale must not overflow at 0."""
+    x = torch.randn(12, 64, generator=torch.Generator().manual_seed(1))
+    x[x == 0] = 1.0
+    for row, factor in enumerate((1e-45, 1e-42, 1e-38, 1e-35, 1e-20, 1e-8, 1e20, 1e37)):
+        x[row] *= factor
+    x[8, 5], x[9, 6], x[10, 7], x[11, :40] = torch.nan, torch.inf, -torch.inf, 3e38
+    for dtype in _dtypes(device)[:2]:
+        values = x.to(dtype)
+        _same(torch.where(values == 0, torch.finfo(dtype).smallest_normal, values), kind, device)
+
+
+@kinds
+def test_ties_go_to_the_even_code(device: str, kind: str) -> None:
+    halves = torch.arange(-512, 512) / 4
+    steps = torch.cat([halves[halves.abs() <= top] for top in (6, 127.5)])
+    subnormal = torch.arange(-20, 21) * 2.0**-10  # multiples of half of the least E4M3
+    for top in (6.0, 2688.0, 127.5, 448.0):
+        x = torch.zeros(2, 1280)
+        x[0, : len(steps)], x[1, 32 : 32 + len(subnormal)] = steps.clamp(-top, top), subnormal
+        x[:, -1] = top
+        for dtype in _dtypes(device):
+            _same(x.to(dtype), kind, device)
+
+
+@kinds
+def test_rows_of_other_shapes_and_dtypes(device: str, kind: str) -> None:
+    counts = torch.zeros(2, dtype=torch.long, device=device)
+    x = _x(8, 64).to(device)
+    for other in (x.view(2, 4, 64), x.view(4, 2, 64).transpose(0, 1), x[0], x.double(), x[:0]):
+        found = round_rows(other, kind, counts)
+        assert found.shape == other.shape and torch.equal(found, round_blocks(other, kind))
+    before = counts.tolist()
+    assert torch.equal(round_rows(x, kind, counts, fused=False), round_blocks(x, kind))
+    assert counts[1] == before[1] + int((x != 0).sum())
