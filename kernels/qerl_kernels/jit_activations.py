@@ -85,7 +85,7 @@ def round_row(
         else:
             unit = tl.where(unit < 1.1920928955078125e-07, 1.1920928955078125e-07, unit)  # and NaN stays
             scaled = values * tl.div_rn(tl.full((), 1.0, tl.float32), unit)
-            grid = tl.minimum((scaled + TO_INTEGER) - TO_INTEGER, 127.0)
+            grid = tl.minimum(tl.maximum((scaled + TO_INTEGER) - TO_INTEGER, -128.0), 127.0)
     rounded = tl.where(bits < 0x7F800000, (grid * unit).to(stored.dtype), stored)
     tl.store(y + start + column, rounded, mask=column < width)
     inputs = bits != 0

@@ -4,7 +4,7 @@
 
 For each folder of first-look/data: probes.md and its figures, as `qerl-bench gates` writes them; of all formats
 answers.md, which asks what the first page could hide: few bad texts, answers that were cut off, the limit of tokens;
-of many answers groups.md. And sizes.svg, all formats of both sizes.
+of many answers groups.md. And sizes.svg, all formats of both sizes, and axes.svg, those of the look at axes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from qerl_bench.studies.probes.over_units import (
     entropy_at,
     entropy_of_part,
     formats_of,
+    kl,
     log_ratio,
+    mean_of,
     measured_in,
 )
 from qerl_bench.studies.report.probe_page import bracketed, figures, markdown, points, times
@@ -61,6 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
             save(draw(), out / name)
         print(out)
     save(sizes({size: read_probes(HERE / "data" / folder) for size, folder in SIZES.items()}), HERE / "results/sizes")
+    save(axes_figure(read_probes(HERE / "data" / "axes-15b")), HERE / "results/axes")
 
 
 def pages_of(folder: Path) -> dict[str, str]:
@@ -110,6 +113,27 @@ def sizes(looks: Mapping[str, Sequence[Record]]) -> Figure:
         shown = {quant: "o" for probes in looks.values() for quant in formats_of(probes)[1:] if quant != "nf4"}
         left.legend(handles=[mark(quant.upper(), color(quant), shape) for quant, shape in shown.items()])
         right.legend(handles=[mark(f"temperature {name}", "0.3", shape) for name, shape in MARKERS.items()])
+        return figure
+
+
+def axes_figure(probes: Sequence[Record]) -> Figure:
+    """KL, entropy and right answers at temperature 1 of each format beside BF16, in the order of the KL."""
+    others = sorted(formats_of(probes)[1:], key=lambda quant: mean_of(probes, quant, kl("of_reference")).value)
+    with paper_style():
+        figure, (shown,) = panels(1, 3, height=2.8, width=FULL_WIDTH, sharey=True)
+        for y, quant in enumerate(others):
+            far, rise = mean_of(probes, quant, kl("of_reference")), log_ratio(probes, quant, entropy_at("1"))
+            lost = accuracy_gap(probes, quant, "1")
+            horizontal(shown[0], (far.value, far.low, far.high), y, "0.2", "o")
+            horizontal(shown[1], 100 * np.expm1([rise.value, rise.low, rise.high]), y, "0.2", "o")
+            horizontal(shown[2], 100 * np.array([lost.value, lost.low, lost.high]), y, "0.2", "o")
+        shown[0].set_xscale("log")
+        shown[0].set_yticks(range(len(others)), others)
+        shown[0].set_xlabel("KL from BF16, nats a token")
+        shown[1].set_xlabel("entropy, % above BF16")
+        shown[2].set_xlabel("right answers minus BF16, points")
+        for axes in shown[1:]:
+            axes.axvline(0, color="0.6", linewidth=0.8)
         return figure
 
 

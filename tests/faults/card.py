@@ -36,7 +36,8 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 400.0  # for one run, from its start to its end
 COMPARED = ("reward/mean", "entropy", "grad_norm")
 ROUNDING = 1e-3  # relative, of these metrics in FP32; the gap of undisturbed runs counts if it is larger
-LARGER = (  # what a card gets, wide enough for the fused kernels
+LARGER = (  # what a card gets: wide enough for the fused kernels, and in the dtype of their recorded steps
+    "model.dtype=bfloat16",
     *("model.layers=4", "model.hidden_size=512", "model.heads=8", "model.kv_heads=4", "model.intermediate_size=1024"),
     *("task.max_completion_tokens=64", "rollout.prompts_per_step=8", "rollout.group_size=8", "eval.questions=32"),
     *("engine.invariant=true", "lora.rank=16"),

@@ -27,7 +27,8 @@ from qerl_bench.task.prompt_task import PromptTask
 
 log = logging.getLogger(__name__)
 ANSWER_FORMAT_QUESTIONS = 64  # to choose the answer format, at most
-DOSE_PROMPTS = 32  # of a curve of noise, and of the search for a rise, at most
+CURVE_PROMPTS = 32  # of a curve of noise, at most
+DOSE_PROMPTS, DOSE_DRAWS = 8, 4  # of the search for a rise: draws of noise differ by more than prompts do
 
 
 def runnable(experiments: dict[str, Experiment]) -> dict[str, Experiment]:
@@ -69,9 +70,8 @@ def probe(experiments: dict[str, Experiment], options: Any, chosen: bool) -> tup
             measured, rows = measure(one, policy, engine, wanted(options), reference)
             if options.rise > 0:
                 with phase(f"looking for the noise that raises entropy by {options.rise:.0%}"):
-                    measured["rise"] = sigma_of_rise(
-                        one, policy, engine, options.rise, min(DOSE_PROMPTS, options.questions), 1
-                    )
+                    prompts = min(DOSE_PROMPTS, options.questions)
+                    measured["rise"] = sigma_of_rise(one, policy, engine, options.rise, prompts, DOSE_DRAWS)
         found[quant] = measured
         parts.append(labelled(rows, quant, best))
         log.info("%s: %.1f %% right at temperature 1", quant, 100 * sum(measured["correct"]) / rights(measured))
@@ -104,7 +104,7 @@ def wanted(options: Any) -> Wanted:
         samples=options.samples,
         temperatures=options.temperatures,
         sigmas=options.sigmas,
-        prompts=min(DOSE_PROMPTS, options.questions),
+        prompts=min(CURVE_PROMPTS, options.questions),
         draws=range(1),
         texts=options.texts,
         draw="answers",
