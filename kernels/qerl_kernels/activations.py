@@ -72,20 +72,25 @@ def round_blocks(x: torch.Tensor, kind: str) -> torch.Tensor:
     return torch.where(x.isfinite(), rounded, x)
 
 
-def round_rows(x: torch.Tensor, kind: str, counts: torch.Tensor, fused: bool = True) -> torch.Tensor:
+def round_rows(
+    x: torch.Tensor, kind: str, counts: torch.Tensor, fused: bool = True, skipped: torch.Tensor | None = None
+) -> torch.Tensor:
     """`round_blocks`, which adds to `counts` int64 (2,) how many inputs became zero, of how many that were not.
 
-    One kernel does both if `fused`, on a GPU, for bfloat16, float16 and float32 and K up to `MOST_INPUTS`.
+    Rows of x (M, K) where `skipped` int64 (M,) is not 0 are rounded and not counted. One kernel does all of it if
+    `fused`, on a GPU, for bfloat16, float16 and float32 and K up to `MOST_INPUTS`.
     """
     width = x.shape[-1]
     runs = (x.device.type == "cuda" or interpreting()) and x.dtype in FLOATS and width <= MOST_INPUTS
     if not (fused and runs) or x.numel() == 0:
         rounded, inputs = round_blocks(x, kind), x != 0
+        if skipped is not None:
+            inputs = (inputs.view(-1, width) & (skipped == 0)[:, None]).view(x.shape)
         counts += torch.stack([(inputs & (rounded == 0)).sum(), inputs.sum()])
         return rounded
     x = x.contiguous()
     y = torch.empty_like(x)
-    _launch(x, y, kind, counts)
+    _launch(x, y, kind, counts, skipped)
     return y
 
 
@@ -96,13 +101,14 @@ def shape_of(kind: str, width: int) -> tuple[int, int, int]:
     return block, blocks, min(32, max(1, block * blocks // 512))
 
 
-def _launch(x: torch.Tensor, y: torch.Tensor, kind: str, counts: torch.Tensor) -> None:
+def _launch(x: torch.Tensor, y: torch.Tensor, kind: str, counts: torch.Tensor, skipped: torch.Tensor | None) -> None:
     from qerl_kernels import jit_activations
 
     width = x.shape[-1]
     block, blocks, warps = shape_of(kind, width)
     kernel: Any = jit_activations.round_row
     kernel[(x.numel() // width,)](
-        x, y, counts, width, KIND=kind, EPSILON=torch.finfo(x.dtype).eps, B=block, BLOCKS=blocks,
+        x, y, counts, counts if skipped is None else skipped, width,
+        KIND=kind, EPSILON=torch.finfo(x.dtype).eps, B=block, BLOCKS=blocks, SKIPS=skipped is not None,
         num_warps=warps, enable_fp_fusion=False, **overlapping(x.device),
     )  # fmt: skip

@@ -43,11 +43,13 @@ def round_row(
     x,  # (M, K)
     y,  # (M, K)
     counts,  # (2,) int64
+    skipped,  # (M,) int64, not 0 in rows that do not count; anything without SKIPS
     width,
     KIND: tl.constexpr,
     EPSILON: tl.constexpr,  # of the dtype of x
     B: tl.constexpr,  # inputs of a block
     BLOCKS: tl.constexpr,  # a power of two, at least K / B
+    SKIPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_earlier(PDL)
@@ -89,6 +91,8 @@ def round_row(
     rounded = tl.where(bits < 0x7F800000, (grid * unit).to(stored.dtype), stored)
     tl.store(y + start + column, rounded, mask=column < width)
     inputs = bits != 0
+    if SKIPS:
+        inputs = inputs & (tl.load(skipped + tl.program_id(0)) == 0)
     lost = inputs & (rounded.to(tl.float32) == 0)
     tl.atomic_add(counts, tl.sum(tl.sum(lost.to(tl.int32), 1), 0).to(tl.int64))
     tl.atomic_add(counts + 1, tl.sum(tl.sum(inputs.to(tl.int32), 1), 0).to(tl.int64))

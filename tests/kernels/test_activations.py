@@ -78,6 +78,11 @@ def test_rows_of_other_shapes_and_dtypes(device: str, kind: str) -> None:
     for other in (x.view(2, 4, 64), x.view(4, 2, 64).transpose(0, 1), x[0], x.double(), x[:0]):
         found = round_rows(other, kind, counts)
         assert found.shape == other.shape and torch.equal(found, round_blocks(other, kind))
+    skipped = torch.tensor([0, 1, 0, 0, 7, 0, 0, 0], device=device)
+    for fused in (True, False):
+        some = torch.zeros_like(counts)
+        assert torch.equal(round_rows(x.view(1, 8, 64), kind, some, fused, skipped)[0], round_blocks(x, kind))
+        assert some[1] == int((x[skipped == 0] != 0).sum())
     before = counts.tolist()
     assert torch.equal(round_rows(x, kind, counts, fused=False), round_blocks(x, kind))
     assert counts[1] == before[1] + int((x != 0).sum())

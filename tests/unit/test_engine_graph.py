@@ -63,11 +63,10 @@ def _same(found: list[hf_reference.Completion], wanted: list[hf_reference.Comple
 
 
 def _same_but_for_flips(found: list[hf_reference.Completion], wanted: list[hf_reference.Completion]) -> None:
-    """The last bit of an input decides now and then to which of two codes it is rounded."""
+    """The last bit of an input decides in one token of a hundred at most to which of two codes it is rounded."""
     _same(found, wanted, 0.02)
     pairs = [pair for one, other in zip(found, wanted, strict=True) for pair in zip(one[1], other[1], strict=True)]
-    apart = sorted(abs(one - other) for one, other in pairs)
-    assert apart[int(0.75 * len(apart))] < 5e-5
+    assert sum(abs(one - other) > 5e-5 for one, other in pairs) <= 0.01 * len(pairs)
 
 
 # --- against sampling through transformers ---------------------------------------------------------------------------
@@ -182,6 +181,18 @@ def test_what_is_kept_serves_smaller_rollouts_and_no_larger_ones(policy: Policy)
     assert kept[0] is kept[1] is not kept[2] and kept[2] is kept[3]
     sampler.limits = Limits(rows=20, kept_gib=0.0)
     assert set(sampler.sleep()) == set(ENGINE_HF) and sampler.kept is None
+
+
+def test_inputs_of_rows_that_are_done_do_not_count(make_policy: MakePolicy) -> None:
+    policy = make_policy("quant.activations=nvfp4", quant="nvfp4", width=64)
+    sampler = Sampler(policy, Limits(rows=20, kept_gib=1.0))
+    assert policy.rounding is not None
+    with torch.inference_mode(), adapters_cast_to(policy.model, policy.model.dtype):
+        sampler.decode(_prompts(policy), _sampling(), KEYS)
+        before = policy.rounding.counts.clone()
+        assert sampler.kept is not None and before[1] > 0
+        sampler.kept._step(20)
+        assert torch.equal(policy.rounding.counts, before)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
@@ -302,7 +313,7 @@ def test_completions_of_joined_layers(make_policy: MakePolicy, targets: str, qua
     """Twice, as the second round finds the layers joined; then training moves on from them."""
     shape = ("model.heads=4", "model.kv_heads=2", f"lora.targets={targets}", "lora.dropout=0.3")
     shape += (f"quant.activations={activations}",) if activations != "none" else ()
-    compare = partial(_same, tolerance=5e-5) if activations == "none" else _same_but_for_flips
+    compare = _same_but_for_flips if activations == "fp8" else partial(_same, tolerance=5e-5)
     policy = _ragged(make_policy(*shape, quant=quant, width=64, sharp=True, adapted=True))
     wanted = _decoded(hf_reference.decode, policy, _sampling())
     for module in policy.model.modules():

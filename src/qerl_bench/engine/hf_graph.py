@@ -295,7 +295,8 @@ class Decoding:
             where = (table, lengths, prefixes, clusters)
             return self.ops.attend(q, block.keys, block.values, *where, scaling, block.window)
 
-        with owned_by(self):
+        rounding = self.policy.rounding
+        with owned_by(self), nullcontext() if rounding is None else rounding.skipping(state[DONE]):
             logits = self.policy.head(self._hidden(state[TOKEN], lengths, table, attend))
             if self.numbers is None:
                 drawn = draw_seeded(logits, sampling.temperature, state[KEY], state[DRAWN], top_p=sampling.top_p)

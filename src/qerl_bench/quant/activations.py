@@ -33,12 +33,22 @@ class Rounding:
     def __init__(self, kind: str, device: torch.device) -> None:
         self.kind, self.on, self.fused = kind, True, True
         self.counts = torch.zeros(2, dtype=torch.long, device=device)
+        self.skipped: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self.on:
             return x
-        rounded: Any = _StraightThrough.apply(x, self.kind, self.counts, self.fused)
+        rounded: Any = _StraightThrough.apply(x, self)
         return rounded
+
+    @contextmanager
+    def skipping(self, rows: torch.Tensor) -> Iterator[None]:
+        """Context in which inputs (M, K) do not count where `rows` int64 (M,) is not 0."""
+        self.skipped = rows
+        try:
+            yield
+        finally:
+            self.skipped = None
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -65,12 +75,12 @@ class Rounding:
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, kind: str, counts: torch.Tensor, fused: bool) -> torch.Tensor:
-        return round_rows(x, kind, counts, fused)
+    def forward(ctx: Any, x: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+        return round_rows(x, rounding.kind, rounding.counts, rounding.fused, rounding.skipped)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return grads[0], None, None, None
+        return grads[0], None
 
 
 def round_inputs(model: torch.nn.Module, kind: str, where: str) -> Rounding | None:
