@@ -24,6 +24,7 @@ from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.commands import gates as command
 from qerl_bench.commands import study
 from qerl_bench.config import build, compose
+from qerl_bench.options.user_options import search_path
 from qerl_bench.probe.bisection import TOLERANCE, find_sigma
 from qerl_bench.process.children import Child
 from qerl_bench.process.installation import CONF_DIR
@@ -743,7 +744,9 @@ def test_sessions_are_read_together_and_a_base_belongs_to_the_one_that_trained_i
 
 
 def test_a_session_that_only_probed_is_read_too(design: Design, tmp_path: Path) -> None:
-    archive_probes(design, probes(design), tmp_path)
+    """Its design names no folder of the machine that it was made on."""
+    own = search_path([tmp_path])
+    archive_probes(replace(design, common=[*design.common, *own]), probes(design), tmp_path)
     study = read_sessions(read_design(tmp_path / "study.yaml"), [tmp_path])
     assert [*study.probes] == [0, 1, 2, 3] and study.runs == {} and study.design.common == design.common
 

@@ -163,9 +163,7 @@ class Decoding:
             self.dequantized.make(partial(_memory, device=self.state.device))
         started = time.perf_counter()
         if self.uses_graph:
-            rounding = self.policy.rounding
-            with nullcontext() if rounding is None else rounding.uncounted():
-                self._record()
+            self._record()
         self.recording_s = time.perf_counter() - started
 
     def forget_dequantized(self) -> None:

@@ -51,13 +51,6 @@ class Rounding:
             self.skipped = None
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Context after which the counts are what they were before, where they were."""
-        before = self.counts.clone()
-        yield
-        self.counts.copy_(before)
-
-    @contextmanager
     def off(self) -> Iterator[None]:
         """Context in which inputs stay as they are."""
         self.on = False

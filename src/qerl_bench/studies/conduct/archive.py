@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import yaml
 
+from qerl_bench.options.user_options import split_search_path
 from qerl_bench.rundir.durable import atomically, write_atomically
 from qerl_bench.studies.design.design import Design
 from qerl_bench.studies.design.sessions import PROBES
@@ -22,10 +23,13 @@ LEVEL = 9  # of compression: texts of one model are much alike
 def archive_probes(design: Design, probes: Sequence[Mapping[str, Any]], out: Path) -> None:
     """Write the design as it is run, its probes and, of probes with details, their answers to `out`.
 
+    Where this machine has options of one's own (--config-dir) is left out of the design.
+
     The table of answers has the columns `base` and `quant` before those of a base (probe/answers.py).
     """
     out.mkdir(parents=True, exist_ok=True)
-    as_run = yaml.safe_load(design.path.read_text()) | {"common": design.common}
+    _, common = split_search_path(design.common)
+    as_run = yaml.safe_load(design.path.read_text()) | {"common": common}
     write_atomically(out / "study.yaml", yaml.safe_dump(as_run, sort_keys=False))
     write_atomically(out / PROBES, json.dumps(probes))
     parts = []
