@@ -610,12 +610,12 @@ def test_a_format_that_cannot_run_here_is_refused_before_any_base_is_made(
 ) -> None:
     started = listen(probe_queue, "start_probe")
     with pytest.raises(ConfigError, match=r"arm nf4 .*pip install .*bitsandbytes.*tiers= leaves it out, which is of 2"):
-        probe_queue.probe_bases(design, [], 2, Deadline(10), design.arms)
+        probe_queue.probe_bases(design, [], 2, Deadline(10))
     assert not started
 
 
 @pytest.mark.usefixtures("no_packages")
-def test_a_format_that_only_another_tier_needs_may_be_lacking(
+def test_formats_and_doses_that_only_another_tier_needs_are_not_measured(
     design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the root of the study
@@ -623,7 +623,7 @@ def test_a_format_that_only_another_tier_needs_may_be_lacking(
     monkeypatch.setattr(Blocks, "run", lambda sweep: started.extend([*sweep.todo, *chain(*sweep.blocks)]) or [])
 
     def start_probe(design: Design, _words: object, base: int, formats: Sequence[str], environment: Any) -> Child:
-        assert formats == ["bf16", "nvfp4", "mxfp4"]
+        assert formats == ["bf16", "nvfp4"] and "bf16-noise" not in [arm.name for arm in design.arms]
         (record,) = (one for one in probes(design) if one["base"] == base)
         record["formats"] = {quant: record["formats"][quant] for quant in formats}
         file = design.probe_file(base)
@@ -635,10 +635,21 @@ def test_a_format_that_only_another_tier_needs_may_be_lacking(
     study.main([str(STUDY), "bases=0,1", "tiers=1", "out=out"])
     assert len(started) == 2 * 2 * sum(arm.tier == 1 for arm in design.arms)
     results = {one["gate"]: one for one in json.loads(Path("out", "gates.json").read_text())["gates"]}
-    assert (results["damage by nf4"]["passed"], results["damage by nf4"]["bases"]) == (None, 0)
-    assert results["damage by mxfp4"]["bases"] == 2
+    for quant in ("nf4", "mxfp4"):
+        assert (results[f"damage by {quant}"]["passed"], results[f"damage by {quant}"]["bases"]) == (None, 0)
     with pytest.raises(ConfigError, match=r"arm nf4 .*bitsandbytes"):
         study.main([str(STUDY), "bases=0,1", "tiers=2"])
+
+
+def test_a_process_probes_for_the_arms_that_it_is_told(stand_in: Callable[..., None]) -> None:
+    from qerl_bench.studies.conduct import probe_process
+
+    called: list[Any] = []
+    stand_in(probe_process, probe_base=lambda *given: called.append(given))
+    probe_process.main([str(STUDY), "1", "bf16,nvfp4", "bf16,nvfp4-noise", "steps=7"])
+    ((design, base, formats),) = called
+    assert [arm.name for arm in design.arms] == ["bf16", "nvfp4-noise"] and "steps=7" in design.common
+    assert (base, formats) == (1, ["bf16", "nvfp4"])
 
 
 def test_an_arm_without_a_dose_on_record_has_no_run(design: Design) -> None:
@@ -665,7 +676,7 @@ def test_a_failed_probe_is_told_and_one_without_time_too(
         return Child([sys.executable, "-c", "exit(3)" if base == 1 else "import time; time.sleep(600)"], environment)
 
     stand_in(probe_queue, start_probe=start_probe, probed=lambda *_: False)
-    records, failed = probe_queue.probe_bases(replace(design, bases=(1, 0, 2)), [], 1, deadline, design.arms)
+    records, failed = probe_queue.probe_bases(replace(design, bases=(1, 0, 2)), [], 1, deadline)
     assert records == [] and len(failed) == 1 and "base 1: exit code 3" in failed[0] and "probe-1.log" in failed[0]
     told = [record.getMessage() for record in caplog.records if "no time" in record.getMessage()]
     assert "base 0: step 412/500  loss 1.3  left 0:33 (" in told[0] and "probe-0.log" in told[0]

@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
         results = gates(design, probes, seen_runs(study))
     else:
         with side_by_side(options.mps):
-            probes, failed = probe_bases(design, options.words, slots, deadline, design.arms, out)
+            probes, failed = probe_bases(design, options.words, slots, deadline, out)
         archive_probes(design, probes, out)
         results = gates_so_far(design, probes)
     results = override(results, options.despite)

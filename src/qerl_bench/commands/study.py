@@ -6,8 +6,8 @@
 Every base is pretrained and probed first, `slots` processes at a time, each on a GPU if there are any; no run begins
 before the last of them, because gates are about all bases. The gates then stop the arms that could
 decide nothing; despite=GATE lets them run. Runs follow in blocks, all arms of a tier on one base, and no block begins
-that would not end in time, so that an early end leaves a balanced study; tiers=1 leaves other tiers out, and does
-without formats that only they need. What runs at the end of the time saves a checkpoint. The same command continues.
+that would not end in time, so that an early end leaves a balanced study; tiers=1 leaves other tiers out, and their
+formats and doses. What runs at the end of the time saves a checkpoint. The same command continues.
 Code that is not committed is refused, or its changes are kept in `out` (with_changes=true). Finished runs of the whole
 study and the gates are packed into `out`, which `qerl-bench claims` reads: every five minutes, for a machine that may
 go, and when the runs end, which a signal may do. `qerl-bench study init=FOLDER --help` explains how a design is drafted
@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -62,8 +63,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def conduct(design: Design, options: Any, slots: int, deadline: Deadline, tiers: Collection[int], out: Path) -> None:
     """Probe the bases, ask the gates, and run the arms of these tiers. Raises TrainingStopped if a process failed."""
-    arms = [arm for arm in design.arms if arm.tier in tiers or arm is design.reference]
-    probes, failed = probe_bases(design, options.words, slots, deadline, arms, out)
+    chosen = replace(design, arms=tuple(arm for arm in design.arms if arm.tier in tiers or arm is design.reference))
+    probes, failed = probe_bases(chosen, options.words, slots, deadline, out)
     results = override(gates_so_far(design, probes), options.despite)
     blocked_arms = blocked(results)
     log.info("before the runs\n%s", render(results))

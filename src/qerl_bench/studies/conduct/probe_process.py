@@ -1,6 +1,6 @@
 """Measures one base before any arm is trained: its answers in every weight format, and the noise of each arm's dose.
 
-    python -m qerl_bench.studies.conduct.probe_process STUDY.yaml BASE FORMAT[,FORMAT] [word ...]
+    python -m qerl_bench.studies.conduct.probe_process STUDY.yaml BASE FORMAT[,FORMAT] ARM[,ARM] [word ...]
 
 A process of its own for each base, which pretrains the base, or converts the copy of a GGUF file, first if nobody has.
 The results, which later calls only complete, are in probes/ below root.
@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,8 +172,10 @@ def dose(design: Design, experiment: Experiment, policy: Policy, engine: Rollout
 
 
 def main(words: list[str]) -> None:
-    path, base, formats, *common = words
-    probe_base(read_design(Path(path), common), int(base), formats.split(","))
+    path, base, formats, arms, *common = words
+    design = read_design(Path(path), common)
+    chosen = tuple(arm for arm in design.arms if arm.name in arms.split(","))
+    probe_base(replace(design, arms=chosen), int(base), formats.split(","))
 
 
 if __name__ == "__main__":

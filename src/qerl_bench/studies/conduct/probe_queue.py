@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,16 @@ def probe_bases(
     words: Sequence[str],
     slots: int,
     deadline: Deadline,
-    arms: Collection[Arm],
     out: Path | None = None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The probes of all bases of the design, and what became of those that failed, in a line each.
 
     Those that are missing or incomplete are made, `slots` at a time, and all are packed into `out` after each; formats
-    that cannot run here are left to another machine. Bases that could not be probed in time are left out with a
-    warning. Raises ConfigError if one of `arms`, which are to run, cannot run here, the GPU is not there, or a
-    model cannot be read.
+    that only the probe has and that cannot run here are left to another machine. Bases that could not be probed in time
+    are left out with a warning. Raises ConfigError if an arm cannot run here, the GPU is not there, or a model cannot
+    be read.
     """
-    formats = _formats_here(design, arms)
+    formats = _formats_here(design)
     gpus = visible_gpus()
     failed: dict[int, str] = {}
     todo = deque(base for base in design.bases if not probed(design, base, formats))
@@ -62,7 +61,7 @@ def probe_bases(
                     if code != 0:
                         failed[base] = f"probe of base {base}: exit code {code}; {_probe_log(design, base)} says why"
                     elif out is not None:
-                        archive_probes(design, records(design, formats), out)
+                        archive_probes(design, records(design), out)
                 if slot not in running and todo and deadline.left > 0:
                     environment = environment_of(slot, slots, gpus, len(todo) + len(running))
                     base = todo.popleft()
@@ -78,13 +77,13 @@ def probe_bases(
     for base in design.bases:
         if base not in failed and not probed(design, base, formats):
             log.warning("no time for the probe of base %d: %s", base, _last_step(_probe_log(design, base)))
-    return records(design, formats), [failed[base] for base in sorted(failed)]
+    return records(design), [failed[base] for base in sorted(failed)]
 
 
-def records(design: Design, formats: Collection[str]) -> list[dict[str, Any]]:
-    """The probes of all bases that were measured in those of `formats` that arms have."""
-    needed = [quant for quant in design.formats_of_arms if quant in formats]
-    return [json.loads(design.probe_file(base).read_text()) for base in design.bases if probed(design, base, needed)]
+def records(design: Design) -> list[dict[str, Any]]:
+    """The probes of all bases that were measured in the formats of all arms."""
+    measured = [base for base in design.bases if probed(design, base, design.formats_of_arms)]
+    return [json.loads(design.probe_file(base).read_text()) for base in measured]
 
 
 def _check_models(design: Design) -> None:
@@ -99,10 +98,10 @@ def _check_models(design: Design) -> None:
             experiment.check_model()
 
 
-def _formats_here(design: Design, arms: Collection[Arm]) -> list[str]:
+def _formats_here(design: Design) -> list[str]:
     """The formats of the design that can run on this machine, found before any base is pretrained.
 
-    Raises ConfigError if one of `arms` could not run.
+    Raises ConfigError if an arm could not run.
     """
     device = "cuda" if visible_gpus() else "cpu"
 
@@ -110,7 +109,7 @@ def _formats_here(design: Design, arms: Collection[Arm]) -> list[str]:
         words = design.words(arm, design.bases[0], design.seeds[0], sigma=1.0 if arm.dosed else None)
         return build(compose(words)).quant.unsupported_reason(device)
 
-    for arm in arms:
+    for arm in design.arms:
         reason = lacking(arm) or lacking(design.plain(design.format_of(arm)))
         require(
             reason is None,
@@ -119,11 +118,11 @@ def _formats_here(design: Design, arms: Collection[Arm]) -> list[str]:
     reasons = {quant: lacking(design.plain(quant)) for quant in design.formats}
     for quant, reason in reasons.items():
         if reason is not None:
-            log.info("bases are not measured in %s, which arms of other tiers need: %s", quant, reason)
+            log.info("bases are not measured in %s: %s", quant, reason)
     return [quant for quant, reason in reasons.items() if reason is None]
 
 
-def probed(design: Design, base: int, formats: Collection[str]) -> bool:
+def probed(design: Design, base: int, formats: Sequence[str]) -> bool:
     """Whether a base has been measured in these formats, and has a dose, or none, for each arm in them."""
     file = design.probe_file(base)
     if not file.is_file():
@@ -156,6 +155,7 @@ def start_probe(
         str(design.path),
         str(base),
         ",".join(formats),
+        ",".join(arm.name for arm in design.arms),
         *words,
     ]
     with open(file, "ab") as output:
