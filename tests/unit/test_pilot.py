@@ -51,6 +51,22 @@ def test_the_rule_takes_the_largest_of_the_best_rates(late: dict[float, float], 
     assert f"The rule takes {taken}" in PAGES.rates_page(half, tmp_path / "none")
 
 
+@pytest.mark.parametrize(
+    ("late", "taken"),
+    [
+        ({1e-6: 0.40, 3e-6: 0.45, 1e-5: 0.60, 3e-5: 0.50, 1e-4: 0.70}, "1e-05."),  # the spare rate does not count
+        ({1e-5: 0.50, 3e-5: 0.60, 1e-4: 0.55}, "3e-05."),
+        ({1e-5: 0.50, 3e-5: 0.60, 1e-4: 0.65}, "0.0001; it is the end of the range."),
+        ({1e-5: 0.50, 3e-5: 0.60}, "3e-05; it is the end of the range, so 0.0001 is run too."),
+    ],
+)
+def test_full_training_takes_the_last_rate_only_after_the_one_before(
+    late: dict[float, float], taken: str, tmp_path: Path
+) -> None:
+    runs = [ended(rate, "bf16", 0.4, reward) for rate, reward in late.items()]
+    assert f"The rule takes {taken}" in PAGES.rates_page(runs, tmp_path / "none", PAGES.SPARE)
+
+
 def controlled(arm: str, late: float) -> Any:
     """A run of copy 1 in which half of two questions is right before, at half time as many as late."""
     options = {
