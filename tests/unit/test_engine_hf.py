@@ -389,13 +389,14 @@ def test_uniform_numbers_belong_to_their_request() -> None:
 
 def test_the_spec(policy: Any) -> None:
     options = {"cache_gib": None, "dequantized_gib": 2.5, "kept_gib": 1.5, "prefill_tokens": 100, "invariant": True}
-    built = HF(name="hf", max_num_seqs=3, **options).build(policy)
+    built = HF(name="hf", max_num_seqs=3, tf32=True, **options).build(policy)
     assert isinstance(built, HFEngine)
     assert vars(built.limits) == {"rows": 3, "page_share": 1.0, **options}
     said = built.record()
-    assert (said["max_num_seqs"], said["invariant"]) == (3, True)
+    assert (said["max_num_seqs"], said["invariant"], said["tf32"]) == (3, True, False)  # this is a CPU
     assert said["kernels"] == policy.kernels and set(said["kernels"].values()) == {"torch"}
     wrong = {"max_num_seqs": (0, -1, 2.5, True, None), "cache_gib": (0, "4"), "kept_gib": (-1, None), "invariant": (1,)}
+    options["tf32"] = False
     for name, values in (wrong | {"prefill_tokens": (0, None), "dequantized_gib": (-1, None, "all")}).items():
         for value in values:
             with pytest.raises(ConfigError, match=name):

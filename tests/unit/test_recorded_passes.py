@@ -119,6 +119,8 @@ def test_autocast_computes_the_gradient_to_the_rounding_of_bf16(
 def test_autocast_is_for_weights_that_are_trained(make_experiment: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=r"beside an adapter none are\. Use train.autocast=false, or lora=none"):
         make_experiment("train.autocast=true")
+    with pytest.raises(ConfigError, match=r"beside an adapter none are\. Use engine.tf32=false, or lora=none"):
+        make_experiment("engine.tf32=true")
 
 
 def test_where_it_cannot_be_the_log_says_why(

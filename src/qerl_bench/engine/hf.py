@@ -46,6 +46,7 @@ class HF:
     kept_gib: float
     prefill_tokens: int
     invariant: bool
+    tf32: bool
 
     def __post_init__(self) -> None:
         check_fields(
@@ -57,6 +58,7 @@ class HF:
             kept_gib=number(least=0),
             prefill_tokens=count(),
             invariant=flag,
+            tf32=flag,
         )
 
     def check_with(self, shape: Mapping[str, Any], dtype: str, lora_rank: int, longest_completion: int) -> None:
@@ -74,17 +76,21 @@ class HF:
             kept_gib=self.kept_gib,
             prefill_tokens=self.prefill_tokens,
             invariant=self.invariant,
+            tf32=self.tf32,
         )
 
 
 class HFEngine:
-    """Sampling from `policy`, at most `max_num_seqs` requests at a time, within other limits, those of `Limits`."""
+    """Sampling from `policy`, at most `max_num_seqs` requests at a time, within other limits, those of `Limits`.
 
-    def __init__(self, policy: Policy, max_num_seqs: int, **limits: Any) -> None:
+    With `tf32` FP32 matmuls on a GPU read 10 bits of the mantissa.
+    """
+
+    def __init__(self, policy: Policy, max_num_seqs: int, *, tf32: bool = False, **limits: Any) -> None:
         from qerl_bench.engine.recordable import eager_reason
         from qerl_bench.engine.sampler import Sampler
 
-        self.policy = policy
+        self.policy, self.tf32 = policy, tf32 and policy.device.type == "cuda"
         self.configured = self.limits = Limits(rows=max_num_seqs, **limits)
         reason = eager_reason(policy)
         self.sampler = Sampler(policy, self.limits) if reason is None else None
@@ -110,6 +116,7 @@ class HFEngine:
     def record(self) -> dict[str, Any]:
         said: dict[str, Any] = {"engine": "hf", "copies_of_weights": 1, "decoding": self.decoding}
         said |= {"max_num_seqs": self.configured.rows, "invariant": self.limits.invariant, "order": "as given"}
+        said["tf32"] = self.tf32
         said["kernels"] = self.policy.kernels  # of each layer
         if self.sampler is None:
             return said
@@ -132,13 +139,16 @@ class HFEngine:
         return sys.maxsize  # the queue fills its rows from all of them
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
+        from qerl_bench.process.device import tf32_matmuls
+
         prompts = numbered(prompts)
         prompt_ids = require_room(self.policy, prompts, sampling)
         shortages = shortages_of(self.policy)
         self._limit(replace(self.configured, **(shortages.limits.value or {})))
         while True:
             try:
-                return self._generate(prompts, prompt_ids, sampling)
+                with tf32_matmuls(self.tf32):
+                    return self._generate(prompts, prompt_ids, sampling)
             except Exception as error:
                 said = shortage(error)
                 limits = self.limits.smaller(len(prompts) * sampling.samples)

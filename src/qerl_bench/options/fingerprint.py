@@ -28,6 +28,7 @@ ADDED_LATER: dict[str, Any] = {  # with what earlier runs did; these keys have a
     "reward.name": "task",
     "algo.right_only": False,
     "engine.dequantized_gib": 0.0,
+    "engine.tf32": False,
     "eval.quant": None,
     "eval.at": [],
     "eval.at_greedy": True,
