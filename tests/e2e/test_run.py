@@ -114,7 +114,8 @@ def test_a_run_of_no_steps_evaluates_the_base_and_ends(tmp_path: Path, capsys: p
     """Its numbers are those of step 0 of a run that trains, whose answers the cache then has."""
     printed = []
     for name, steps in (("base", 0), ("trained", 1)):
-        config = compose(["experiment=smoke", "quant=nvfp4", f"steps={steps}", f"root={tmp_path}", f"name={name}"])
+        few = ["rollout.prompts_per_step=2", "rollout.group_size=4", "model.layers=1", f"steps={steps}"]
+        config = compose(["experiment=smoke", "quant=nvfp4", *few, f"root={tmp_path}", f"name={name}"])
         run_experiment(build(config), config)
         printed.append(capsys.readouterr().out)
     base, trained = run_dirs(tmp_path)
