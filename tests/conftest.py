@@ -38,7 +38,7 @@ def compose(overrides: list[str] | None = None) -> DictConfig:
 
 
 configs.compose = compose  # what every test and module imports from here on
-# An interpolation is parsed each time that it is resolved, a third of what a config takes. Nobody changes what is parsed.
+# An interpolation is parsed each time that it is resolved, a tenth of what a config takes. Nobody changes the result.
 omegaconf.base.parse = cache(omegaconf.base.parse)  # type: ignore[attr-defined]
 
 SMALL = (
