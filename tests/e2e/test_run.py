@@ -103,7 +103,7 @@ def assert_six_steps_with_noise(run_dir: Path, printed: str, quant: str) -> None
 @pytest.mark.parametrize("quant", ["bf16", "nf4", "mxfp4"])
 def test_smoke_writes_a_complete_run_with_every_format(tmp_path, capsys, quant):
     """In this process, which has imported PyTorch; test_artifact.py has NVFP4, in a process of its own."""
-    config = compose(["experiment=smoke", f"quant={quant}", "aqn=exp", f"root={tmp_path}"])
+    config = compose(["experiment=smoke", f"quant={quant}", "aqn=exp", "rollout.group_size=6", f"root={tmp_path}"])
     run_experiment(build(config), config)
     (run_dir,) = run_dirs(tmp_path)
     assert_complete(run_dir, logged=False)
