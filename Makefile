@@ -40,8 +40,9 @@ study-real: $(READY)
 	$(BIN)/python studies/real-2026/repeat.py $(SIZE) copies=$(COPIES) slots=$(RUNS) $(if $(filter-out 1,$(RUNS)),mps=true) \
 		$(if $(MODEL),model=$(MODEL)) $(if $(DATA),data=$(DATA))
 
+# Bytecode is kept whatever the shell says: without it each of the processes compiles all tests and modules again.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # Kills, full disks, damaged files and more, each on a run of its own; under ten minutes on two cores. FAULTS=1000 for more.
 # OUT=FILE gets the table, and faults.csv beside it a line for each fault, behind which the same command goes on.

@@ -136,10 +136,10 @@ def test_a_gguf_file_and_a_dithered_copy(tmp_path: Path, follow: Follow) -> None
 @pytest.mark.slow
 def test_resume_here_and_elsewhere(tmp_path: Path, follow: Follow) -> None:
     """The first command is killed behind a checkpoint."""
-    first = "qerl-bench run experiment=smoke steps=8 save_every=2 name=mine || true"
+    first = f"qerl-bench run {LITTLE} steps=8 save_every=2 name=mine || true"
     saved = "until test -e runs/mine/checkpoints/step_000002; do sleep 0.1; done"
     stopped = f"{first.removesuffix(' || true')} & {saved}; kill -9 $!"
-    (run,) = follow("resume.md", {first: stopped})
+    (run,) = follow("resume.md", TINY | {first: stopped})
     steps = [record["step"] for record in trained(run)]
     assert steps == [1, 2, 3, 4, 5, 6, 7, 8] and (run / "env_1.json").is_file()
     elsewhere = tmp_path / "elsewhere" / "runs" / "mine"

@@ -103,7 +103,7 @@ def assert_six_steps_with_noise(run_dir: Path, printed: str, quant: str) -> None
 @pytest.mark.parametrize("quant", ["bf16", "nf4", "mxfp4"])
 def test_smoke_writes_a_complete_run_with_every_format(tmp_path, capsys, quant):
     """In this process, which has imported PyTorch; test_artifact.py has NVFP4, in a process of its own."""
-    config = compose(["experiment=smoke", f"quant={quant}", "aqn=exp", f"root={tmp_path}"])
+    config = compose(["experiment=smoke", f"quant={quant}", "aqn=exp", "rollout.group_size=6", f"root={tmp_path}"])
     run_experiment(build(config), config)
     (run_dir,) = run_dirs(tmp_path)
     assert_complete(run_dir, logged=False)
@@ -114,7 +114,8 @@ def test_a_run_of_no_steps_evaluates_the_base_and_ends(tmp_path: Path, capsys: p
     """Its numbers are those of step 0 of a run that trains, whose answers the cache then has."""
     printed = []
     for name, steps in (("base", 0), ("trained", 1)):
-        config = compose(["experiment=smoke", "quant=nvfp4", f"steps={steps}", f"root={tmp_path}", f"name={name}"])
+        few = ["rollout.prompts_per_step=2", "rollout.group_size=4", "model.layers=1", f"steps={steps}"]
+        config = compose(["experiment=smoke", "quant=nvfp4", *few, f"root={tmp_path}", f"name={name}"])
         run_experiment(build(config), config)
         printed.append(capsys.readouterr().out)
     base, trained = run_dirs(tmp_path)

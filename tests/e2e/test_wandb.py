@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,6 @@ from qerl_bench.logger.wandb import WandB, WandbMirror, login_problem
 from qerl_bench.options.fingerprint import as_dict
 from tests.parallel import ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 32 * 1024  # a .wandb file is a LevelDB log: blocks of records with a header of 7 bytes each
 
 
@@ -264,15 +263,16 @@ def test_a_login_is_needed_only_to_be_online(
     assert found is None if problem is None else problem in str(found)
 
 
+def logged_out(home: Path, rank: int) -> None:
+    """In a process of its own."""
+    without_settings(rank)
+    os.environ |= {"HOME": str(home), "NETRC": str(home / "netrc")}
+
+
 @pytest.mark.slow
 def test_a_missing_login_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")} | {
-        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'kernels'}",
-        "HOME": str(tmp_path / "home"),
-        "NETRC": str(tmp_path / "netrc"),
-    }
-    words = [sys.executable, str(ROOT / "src" / "run.py"), "experiment=smoke", "logger=wandb", f"root={tmp_path}"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and "logger=wandb cannot start" in done.stderr and "logger.mode=offline" in done.stderr
-    assert not (tmp_path / "runs").exists()
+    words = ["experiment=smoke", "logger=wandb", f"root={tmp_path / 'root'}"]
+    ended = ranks.run(words, 1, tmp_path / "said", sabotage=partial(logged_out, tmp_path / "home"))
+    assert ended.codes == [2] and "logger=wandb cannot start" in ended.said and "logger.mode=offline" in ended.said
+    assert not (tmp_path / "root").exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,9 @@ SAMPLE = ["--faults", "3", "--kinds", "kill before", "power", "failing disk"]
 
 
 @pytest.mark.slow
-def test_a_sample_of_faults() -> None:
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.faults.campaign", *SAMPLE]
+def test_a_sample_of_faults(programs: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [programs / "python", "-m", "tests.faults.campaign", *SAMPLE]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| all | 3 |" in done.stdout

@@ -4,9 +4,14 @@ Libraries remember what they make once: patterns, grammars, classes of a model. 
 """
 
 import gc
+import sys
 from importlib import import_module
+from pathlib import Path
 
-from qerl_bench.process.hidden_packages import hidden_packages
+# The process begins without pytest's paths, and would find the installed package, which may be of another checkout.
+sys.path[:0] = [str(Path(__file__).parents[2] / folder) for folder in ("src", "kernels")]
+
+from qerl_bench.process.hidden_packages import hidden_packages  # noqa: E402
 
 gc.disable()
 with hidden_packages():

@@ -28,11 +28,11 @@ UNDRAWN = (
     "RUNS_OF_TESTS_DRAW_NOTHING"  # set in the environment of either: figures take longer than steps of a tiny model
 )
 _starting = Lock()
-# Python without our program is the interpreter itself.
+# Python without our program, or one of the tests, is the interpreter itself.
 CLIENT = f"""#!{sys.executable} -SE
 import json, os, signal, socket, sys
 words = {{first}} + sys.argv[1:]
-if not (words[0].endswith("run.py") or words[0] == "-m" and words[1].startswith("qerl_bench")):
+if not (words[0].endswith("run.py") or words[0] == "-m" and words[1].startswith(("qerl_bench", "tests."))):
     os.execv({sys.executable!r}, [{sys.executable!r}, *words])
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
     link.connect({{address!r}})
