@@ -37,6 +37,16 @@ def test_the_page_has_the_table_of_what_was_recorded() -> None:
     assert table(rows) in PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
 
 
+def test_the_page_has_the_table_of_the_runs_that_shared_a_card() -> None:
+    from tests.faults.card import Result, table
+
+    with open(PAGE.with_name("shortages.csv"), newline="") as file:
+        results = [Result(**row) for row in csv.DictReader(file)]  # type: ignore[arg-type]
+    assert sum(result.plant != "undisturbed" for result in results) == 37
+    assert not any("lost" in result.result for result in results) and max(float(one.gap) for one in results) < 5e-5
+    assert table(results) in PAGE.read_text()
+
+
 def test_other_numbers_tracebacks_and_silence_are_losses(tmp_path: Path) -> None:
     from tests.faults.attempt import HUNG, Ended
     from tests.faults.run import Case, Lost, checked, numbers

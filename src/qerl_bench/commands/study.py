@@ -62,7 +62,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def conduct(design: Design, options: Any, slots: int, deadline: Deadline, tiers: Collection[int], out: Path) -> None:
-    """Probe the bases, ask the gates, and run the arms of these tiers. Raises TrainingStopped if a process failed."""
+    """Probe the bases, ask the gates, and run the arms of these tiers.
+
+    Raises TrainingStopped if a process failed, or if gates stop every arm.
+    """
     chosen = replace(design, arms=tuple(arm for arm in design.arms if arm.tier in tiers or arm is design.reference))
     probes, failed = probe_bases(chosen, options.words, slots, deadline, out)
     results = override(gates_so_far(design, probes), options.despite)
@@ -99,6 +102,9 @@ def conduct(design: Design, options: Any, slots: int, deadline: Deadline, tiers:
     points = [point for block in blocks for point in block]
     left = sum(not is_finished(point.run_dir) for point in points)
     continues = ": the same command continues" if left else ""
-    log.info("%s", f"{left} of {len(points)} runs are left to do{continues}" if points else "no arm may run")
+    if blocked_arms and not points:
+        failed.append("no arm may run: gates stop all of them")
+    else:
+        log.info("%d of %d runs are left to do%s", left, len(points), continues)
     if failed:
         raise TrainingStopped("\n".join(failed))
