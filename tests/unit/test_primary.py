@@ -240,3 +240,16 @@ def test_a_session_that_measured_bases_by_another_design_is_named(tmp_path: Path
     assert study.runs and len(study.otherwise) == len([*(folder / "data").iterdir()])
     assert {*study.otherwise.values()} == {"dose.draws was 8 (study.yaml: 3)"}
     assert f"\nBases of {next(iter(study.otherwise))}: dose.draws was 8" in str(contents(study)["gates.md"])
+
+
+def test_runs_of_other_words_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "study"
+    shutil.copytree(REAL / "05b", folder, ignore=shutil.ignore_patterns("results", "2026-11-27*"))
+    runs = read_study(folder).runs
+    assert not caplog.messages
+    design = yaml.safe_load((folder / "study.yaml").read_text())
+    design["arms"]["nvfp4"]["words"].append("optim.beta2=0.5")
+    (folder / "study.yaml").write_text(yaml.safe_dump(design))
+    assert {key[0] for key in read_study(folder).runs} == {"bf16", "nvfp4-noise"}
+    (said,) = caplog.messages
+    assert all((run.path.name in said) is (arm == "nvfp4") for (arm, _, _), run in runs.items())

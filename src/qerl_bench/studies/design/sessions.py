@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from qerl_bench.studies.runs.committed import settings_file
 from qerl_bench.studies.runs.find import find_runs
 from qerl_bench.studies.runs.load import Run, load_run
 
+log = logging.getLogger(__name__)
 PROBES = "probes.json"
 MEASURED_BY = ("probe", "dose")  # parts of a design that say how bases are measured
 
@@ -65,15 +67,23 @@ class Sessions:
 
 
 def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
-    """What these sessions packed. Raises ConfigError if two of them trained one base, or if a folder is no session."""
+    """What these sessions packed. Raises ConfigError if two of them trained one base, or if a folder is no session.
+
+    Runs that are none of the design, since their words differ, are left out with a warning.
+    """
     probes: dict[int, dict[str, Any]] = {}
     runs: dict[tuple[str, int, int], Run] = {}
     overridden: list[str] = []
     otherwise: dict[str, str] = {}
     designed = _measured_by(design.path)
     for folder in folders:
-        here = [one for one in read_probes(folder) if one["base"] in design.bases]
+        packed = read_probes(folder)
+        here = [one for one in packed if one["base"] in design.bases]
         found = finished_runs(design, here, folder)
+        others = _names(folder) - {run.path.name for run in found.values()}
+        if others and len(here) == len(packed):
+            names = ", ".join(sorted(others))
+            log.warning("%s has runs whose words no arm of %s has; they are left out: %s", folder, design.path, names)
         trained = {base for _, base, _ in runs}
         twice = sorted(trained & {base for _, base, _ in found})
         require(not twice, f"{folder} has runs of the bases {twice}, and so has a folder before it: leave one out")
@@ -92,6 +102,11 @@ def read_probes(folder: Path) -> list[dict[str, Any]]:
         return json.loads(gzip.decompress(packed.read_bytes()))
     require(file.is_file(), f"there is no {file}: a session is a folder that qerl-bench study has written")
     return json.loads(file.read_text())
+
+
+def _names(session: Path) -> set[str]:
+    """The names of the runs that a session packed: none, if it only probed."""
+    return {path.name for path in find_runs(session)} if settings_file(session).is_file() else set()
 
 
 def _overridden(file: Path) -> list[str]:
@@ -160,8 +175,7 @@ def finished_runs(
 ) -> dict[tuple[str, int, int], Run]:
     """The finished runs of the study below root, or those that the session `folder` packed: none, if it only probed."""
     found: dict[tuple[str, int, int], Run] = {}
-    packed = folder is not None and settings_file(folder).is_file()
-    kept = {path.name for path in find_runs(folder)} if folder is not None and packed else set()
+    kept = set() if folder is None else _names(folder)
     for key, words in words_of_runs(design, probes).items():
         point = design.point(words)
         if folder is None and point.finished:
