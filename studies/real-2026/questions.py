@@ -1,22 +1,29 @@
 """What checkpoints answered beside the study's evaluations (protocol, amendment 8), by copy and over copies.
 
     python studies/real-2026/questions.py
+    python studies/real-2026/questions.py asked=FOLDER session=studies/real-2026/05b/data/SESSION
 
-Reads questions.csv and tidy.parquet of each session of each size, and writes questions.md beside its study.yaml.
+Reads questions.csv and tidy.parquet of each session of each size, and writes questions.md beside its study.yaml. With
+`asked`, writes questions.csv of a session first: what its runs answered, FOLDER/RUN/KIND/eval.json, where KIND is t1,
+words or in-nvfp4 (`qerl-bench eval RUN out=FOLDER/RUN/KIND ...`).
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from qerl_bench.checks import require
 from qerl_bench.commands.exits import guarded
 from qerl_bench.process.arguments import KeyValueParser
 from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.statistics import mean_ci
+from qerl_bench.studies.design.design import read_design
+from qerl_bench.studies.design.sessions import read_sessions
 from qerl_bench.studies.report.probe_page import points
 from qerl_bench.studies.runs.committed import TIDY
 from qerl_bench.studies.tables.markdown import markdown_table
@@ -105,6 +112,23 @@ def rows_of(session: Path) -> Any:
     return pd.concat([asked.assign(arm=asked.arm.where(~in_nvfp4, IN_NVFP4)), own])
 
 
+def asked_of(folder: Path, session: Path) -> Any:
+    """The rows of questions.csv of a session, from what its runs answered in `folder`; without the gains."""
+    study = read_sessions(read_design(session.parents[1] / "study.yaml"), [session])
+    cells = {run.path.name: (copy, arm) for (arm, copy, _), run in study.runs.items()}
+    rows = []
+    for file in sorted(folder.glob("*/*/eval.json")):
+        *_, run, kind, _ = file.parts
+        require(run in cells, f"{file} is of no run of {session}")
+        for record in json.loads(file.read_text()):
+            metric = record["metric"].removeprefix("eval/")
+            if not metric.startswith("gain_"):
+                numbers = [record[key] for key in ("value", "stderr", "truncated")]
+                shown = ["" if number is None else f"{round(number, 4):g}" for number in numbers]
+                rows.append([*cells[run], kind, record["step"], metric, *shown, record["n"]])
+    return pd.DataFrame(rows, columns=["copy", "arm", "asked", "step", "metric", "value", "stderr", "cut", "n"])
+
+
 def pages() -> dict[Path, str]:
     """By its file, the page of each size that has such answers."""
     found = {}
@@ -116,7 +140,13 @@ def pages() -> dict[Path, str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    KeyValueParser(__doc__).parse_args(arguments)
+    parser = KeyValueParser(__doc__)
+    parser.add_argument("--asked", type=Path)
+    parser.add_argument("--session", type=Path)
+    chosen = parser.parse_args(arguments)
+    require((chosen.asked is None) == (chosen.session is None), "asked=FOLDER and session=FOLDER belong together")
+    if chosen.asked is not None:
+        asked_of(chosen.asked, chosen.session).to_csv(chosen.session / "questions.csv", index=False)
     for file, text in pages().items():
         write_atomically(file, text)
         print(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +13,10 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from qerl_bench.checks import ConfigError
 from qerl_bench.studies.conduct.archive import ANSWERS
 from qerl_bench.studies.design.design import read_design
-from qerl_bench.studies.design.sessions import Sessions, read_probes
+from qerl_bench.studies.design.sessions import Sessions, read_probes, read_study
 from qerl_bench.studies.report.primary import differences
 from qerl_bench.studies.report.probe_page import markdown
 from qerl_bench.studies.report.sessions import read_once
@@ -100,6 +102,21 @@ def test_effects_of_the_look_are_those_of_its_pages_rounded() -> None:
 def test_the_page_of_questions_comes_out_again() -> None:
     pages = script("studies/real-2026/questions.py").pages()
     assert pages and {path: path.read_text() for path in STUDY.glob("*/questions.md")} == pages
+
+
+def test_questions_are_taken_from_what_runs_of_the_session_answered(tmp_path: Path) -> None:
+    script_of = script("studies/real-2026/questions.py")
+    runs = read_study(STUDY / "05b").runs
+    ((copy, run),) = [(copy, run) for (arm, copy, _), run in runs.items() if (arm, copy) == ("nvfp4-noise", 9)]
+    record = {"step": 40, "value": 0.123456, "stderr": None, "truncated": 0.5, "n": 256}
+    for place, metrics in ((run.path.name, ("eval/pass_at_k", "eval/gain_sampled")), ("stranger", ())):
+        (file := tmp_path / place / "t1" / "eval.json").parent.mkdir(parents=True)
+        file.write_text(json.dumps([record | {"metric": metric} for metric in metrics]))
+    with pytest.raises(ConfigError, match="is of no run of"):
+        script_of.asked_of(tmp_path, run.path.parent)
+    (tmp_path / "stranger" / "t1" / "eval.json").unlink()
+    (row,) = script_of.asked_of(tmp_path, run.path.parent).to_numpy().tolist()
+    assert row == [copy, "nvfp4-noise", "t1", 40, "pass_at_k", "0.1235", "", "0.5", 256]
 
 
 @pytest.mark.parametrize("path", sorted(LOOK.glob("*.yaml")), ids=lambda path: path.stem)
