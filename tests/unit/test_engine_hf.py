@@ -387,6 +387,18 @@ def test_uniform_numbers_belong_to_their_request() -> None:
     assert all((numbers != other).mean() > 0.99 for other in others)
 
 
+def test_tf32_holds_while_it_samples(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(HFEngine, "_generate", lambda *_: seen.append(torch.get_float32_matmul_precision()) or [])
+    before = torch.get_float32_matmul_precision()
+    for on in (False, True):
+        engine = HFEngine(policy, 3)
+        engine.tf32 = on  # which a CPU has not
+        engine.generate(_prompts(), _sampling())
+        assert torch.get_float32_matmul_precision() == before
+    assert seen == [before, "high"]
+
+
 def test_the_spec(policy: Any) -> None:
     options = {"cache_gib": None, "dequantized_gib": 2.5, "kept_gib": 1.5, "prefill_tokens": 100, "invariant": True}
     built = HF(name="hf", max_num_seqs=3, tf32=True, **options).build(policy)
