@@ -182,6 +182,7 @@ def same(words: list[str], options: argparse.Namespace) -> bool:
     rows = []
     for name, ours, peers in zip(("loss", "grad_norm"), zip(*own, strict=True), zip(*theirs, strict=True), strict=True):
         scale = max(map(abs, peers))  # a loss may come near 0
+        require(scale > 0, f"{name} is 0 in TRL, and {ours} in ours")
         for number, (one, peer) in enumerate(zip(ours, peers, strict=True), 1):
             rows.append({"number": name, "update": number, "ours": one, "trl": peer, "gap": abs(one - peer) / scale})
     write_rows(rows, options.folder / "same.csv")
