@@ -662,8 +662,13 @@ def test_an_arm_without_a_dose_on_record_has_no_run(design: Design) -> None:
 
 
 def test_a_failed_probe_is_told_and_one_without_time_too(
-    design: Design, stand_in: Callable[..., None], caplog: pytest.LogCaptureFixture
+    design: Design,
+    stand_in: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # the root of the study
     deadline = Deadline(100)
 
     def start_probe(_design: Design, _words: object, base: int, _formats: object, environment: Any) -> Child:

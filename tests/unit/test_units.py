@@ -108,7 +108,7 @@ def test_a_format_of_the_probe_alone_is_measured_too(tmp_path: Path) -> None:
 
 
 def test_a_unit_counts_without_a_format_that_no_arm_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QERL_ROOT", str(tmp_path))
+    monkeypatch.chdir(tmp_path)  # the root of the study
     design = study(tmp_path, units={"dither": 3}, probe={"questions": 4, "samples": 2, "formats": ["nf4"]})
     for base, formats in ((0, ["bf16", "nvfp4"]), (1, ["bf16"]), (2, ["bf16", "nvfp4", "nf4"])):
         file = design.probe_file(base)
