@@ -15,7 +15,6 @@ from importlib import invalidate_caches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import omegaconf.base
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
@@ -38,8 +37,6 @@ def compose(overrides: list[str] | None = None) -> DictConfig:
 
 
 configs.compose = compose  # what every test and module imports from here on
-# An interpolation is parsed each time that it is resolved, a tenth of what a config takes. Nobody changes the result.
-omegaconf.base.parse = cache(omegaconf.base.parse)  # type: ignore[attr-defined]
 
 SMALL = (
     "device=cpu",

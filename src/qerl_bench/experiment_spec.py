@@ -133,13 +133,11 @@ class Experiment:
             f"lora=none trains the weights themselves, and RL steps are too small for {self.model.dtype}. Use "
             "model.dtype=float32, or lora=default, whose adapter is kept in FP32",
         )
-        rounding = {"train.autocast": self.train.autocast, "engine.tf32": getattr(self.engine, "tf32", False)}
-        for key, rounds in rounding.items():
-            require(
-                full_training or not rounds,
-                f"{key}=true computes with rounded copies of weights that are trained in FP32, and beside an adapter "
-                f"none are. Use {key}=false, or lora=none",
-            )
+        require(
+            full_training or not self.train.autocast,
+            "train.autocast=true computes with rounded copies of weights that are trained in FP32, and beside an "
+            "adapter none are. Use train.autocast=false, or lora=none",
+        )
         require(
             packed or self.quantizer.name == "rtn",
             f"quantizer={self.quantizer.name} chooses codes, but quant={self.quant.name} stores none. Leave "

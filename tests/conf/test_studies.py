@@ -50,8 +50,6 @@ SHARED = ("paper/bigmath", "paper/gsm8k", "paper/speed")  # what other studies h
 PROGRAM = """
 import gc, json, sys
 gc.disable()  # a fifth of the time, and nothing here is large
-import functools, omegaconf.base
-omegaconf.base.parse = functools.cache(omegaconf.base.parse)  # as conftest.py has it
 from hydra import compose as hydra_compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra

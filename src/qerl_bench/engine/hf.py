@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from qerl_bench import metrics
-from qerl_bench.checks import TrainingStopped, check_fields, count, flag, number, optional, positive
+from qerl_bench.checks import TrainingStopped, check_fields, count, flag, number, optional, positive, require
 from qerl_bench.engine.base import RolloutEngine, Sampling, exact_lengths, make_rollouts, require_room
 from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.process.gpu_share import release
@@ -62,7 +62,11 @@ class HF:
         )
 
     def check_with(self, shape: Mapping[str, Any], dtype: str, lora_rank: int, longest_completion: int) -> None:
-        """Works with every experiment."""
+        require(
+            lora_rank == 0 or not self.tf32,
+            "engine.tf32=true computes with rounded copies of weights that are trained in FP32, and beside an adapter "
+            "none are. Use engine.tf32=false, or lora=none",
+        )
 
     def check(self, device: str, quant: WeightFormat) -> None:
         """Needs no further package."""

@@ -55,7 +55,8 @@ def sampled_check(policy: Policy, engine: RolloutEngine, source: Origin, where: 
     run's random numbers and leaves no trace.
     """
     count = blocks_to_compare(policy)
-    in_one = policy.model.dtype == torch.float32 and isinstance(engine, HFEngine) and not engine.tf32  # FP32 itself
+    # Whether the engine computes in FP32 itself.
+    in_one = policy.model.dtype == torch.float32 and isinstance(engine, HFEngine) and not engine.tf32
     devices = [policy.device] if policy.device.type == "cuda" else []
     results: dict[str, Any] = {"sampled_blocks": count or len(policy.structure.blocks)}
     with torch.random.fork_rng(devices), torch.no_grad(), first_blocks(policy, count):

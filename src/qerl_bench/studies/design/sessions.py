@@ -79,11 +79,15 @@ def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
     for folder in folders:
         packed = read_probes(folder)
         here = [one for one in packed if one["base"] in design.bases]
-        found = finished_runs(design, here, folder)
-        others = _names(folder) - {run.path.name for run in found.values()}
+        kept = (
+            {path.name for path in find_runs(folder)} if settings_file(folder).is_file() else set()
+        )  # or it only probed
+        names = {cell: design.point(words).name for cell, words in words_of_runs(design, here).items()}
+        found = {cell: load_run(folder / name) for cell, name in names.items() if name in kept}
+        others = sorted(kept - {*names.values()})
         if others and len(here) == len(packed):
-            names = ", ".join(sorted(others))
-            log.warning("%s has runs whose words no arm of %s has; they are left out: %s", folder, design.path, names)
+            told = ", ".join(others)
+            log.warning("%s has runs whose words no arm of %s has; they are left out: %s", folder, design.path, told)
         trained = {base for _, base, _ in runs}
         twice = sorted(trained & {base for _, base, _ in found})
         require(not twice, f"{folder} has runs of the bases {twice}, and so has a folder before it: leave one out")
@@ -102,11 +106,6 @@ def read_probes(folder: Path) -> list[dict[str, Any]]:
         return json.loads(gzip.decompress(packed.read_bytes()))
     require(file.is_file(), f"there is no {file}: a session is a folder that qerl-bench study has written")
     return json.loads(file.read_text())
-
-
-def _names(session: Path) -> set[str]:
-    """The names of the runs that a session packed: none, if it only probed."""
-    return {path.name for path in find_runs(session)} if settings_file(session).is_file() else set()
 
 
 def _overridden(file: Path) -> list[str]:
@@ -170,16 +169,7 @@ def words_of_runs(design: Design, probes: Sequence[Mapping[str, Any]]) -> dict[t
     return found
 
 
-def finished_runs(
-    design: Design, probes: Sequence[Mapping[str, Any]], folder: Path | None = None
-) -> dict[tuple[str, int, int], Run]:
-    """The finished runs of the study below root, or those that the session `folder` packed: none, if it only probed."""
-    found: dict[tuple[str, int, int], Run] = {}
-    kept = set() if folder is None else _names(folder)
-    for key, words in words_of_runs(design, probes).items():
-        point = design.point(words)
-        if folder is None and point.finished:
-            found[key] = load_run(point.run_dir)
-        elif folder is not None and point.name in kept:
-            found[key] = load_run(folder / point.name)
-    return found
+def finished_runs(design: Design, probes: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, int], Run]:
+    """The finished runs of the study below root."""
+    points = {cell: design.point(words) for cell, words in words_of_runs(design, probes).items()}
+    return {cell: load_run(point.run_dir) for cell, point in points.items() if point.finished}
