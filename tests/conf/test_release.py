@@ -11,16 +11,15 @@ import yaml
 from qerl_bench import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
-SECTIONS = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
+HEADING, *LINES = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1].splitlines()
+VERSION, DAY = HEADING.split(" - ")
 CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text())
 
 
 def test_the_newest_section_is_of_this_version_and_short() -> None:
-    heading, *lines = SECTIONS[0].splitlines()
-    assert heading.split(" - ")[0] == f"[{__version__}]" and len(lines) <= 40
+    assert f"[{__version__}]" == VERSION and len(LINES) <= 40
 
 
 def test_what_is_cited_is_this_version_and_has_a_day_once_it_is_released() -> None:
     assert CITATION["version"] == __version__
-    day = SECTIONS[0].splitlines()[0].split(" - ")[1]
-    assert CITATION.get("date-released") == (None if day == "unreleased" else date.fromisoformat(day))
+    assert CITATION.get("date-released") == (None if DAY == "unreleased" else date.fromisoformat(DAY))

@@ -79,15 +79,14 @@ def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
     for folder in folders:
         packed = read_probes(folder)
         here = [one for one in packed if one["base"] in design.bases]
-        kept = (
-            {path.name for path in find_runs(folder)} if settings_file(folder).is_file() else set()
-        )  # or it only probed
+        # A session that only probed has no settings of runs.
+        kept = {path.name for path in find_runs(folder)} if settings_file(folder).is_file() else set()
         names = {cell: design.point(words).name for cell, words in words_of_runs(design, here).items()}
         found = {cell: load_run(folder / name) for cell, name in names.items() if name in kept}
         others = sorted(kept - {*names.values()})
         if others and len(here) == len(packed):
-            told = ", ".join(others)
-            log.warning("%s has runs whose words no arm of %s has; they are left out: %s", folder, design.path, told)
+            listed = ", ".join(others)
+            log.warning("%s has runs whose words no arm of %s has; they are left out: %s", folder, design.path, listed)
         trained = {base for _, base, _ in runs}
         twice = sorted(trained & {base for _, base, _ in found})
         require(not twice, f"{folder} has runs of the bases {twice}, and so has a folder before it: leave one out")
