@@ -270,7 +270,8 @@ def bases(study: Sessions) -> str:
             for arm, control in treated
             for way in ways
         ]
-        rows.append([*(100 * x for x in numbers), *(probe["doses"][arm.name]["kl"] for arm in dosed), *effects])
+        doses = [probe["doses"].get(arm.name, {}).get("kl", nan) for arm in dosed]  # NaN: a tier not run on this base
+        rows.append([*(100 * x for x in numbers), *doses, *effects])
     means = [mean_ci(known(column) or [nan]) for column in zip(*rows, strict=True)]
     small = range(len(formats) + 2, len(formats) + 2 + len(dosed))  # the columns of KL
 

@@ -86,11 +86,15 @@ class Run:
 
     @cached_property
     def base(self) -> str:
-        """The base model: the digest of its weights, if env.json has one.
+        """The base model: a GGUF file's digest and which copy of it; the digest of other weights, if env.json has one.
 
-        Otherwise its config: id and revision of a hub model; seed, shape and warm-start task of one that is made from
-        `model.seed`. The same seed can give other weights on another machine.
+        A GGUF file's weights have another digest in each model.dtype. Without a digest it is the config: id and
+        revision of a hub model; seed, shape and warm-start task of one that is made from `model.seed`. The same seed
+        can give other weights on another machine.
         """
+        if file := self.environment.get("gguf"):
+            copy = "" if file.get("dither") is None else f", copy {file['dither']}"
+            return f"{file['digest']}{copy}{f' x {scale:g}' if (scale := file.get('dither_scale', 1)) != 1 else ''}"
         if recorded := self.environment.get("base"):
             return str(recorded)
         model = self.config.get("model", {})
