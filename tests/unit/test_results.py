@@ -104,18 +104,32 @@ def test_several_bases_made_from_seeds_are_one_kind_of_model(tmp_path: Path) -> 
     assert len(group_by_setting(load_runs(made))) == 1
 
 
+def write_gguf_run(path: Path, weights: str, digest: str = "sha256:file", **drawn: float) -> Path:
+    run = write_hub_run(path, {"name": "m", "id": "/models/m.gguf", "dither": drawn.get("dither")}, weights)
+    env = json.loads((run / "env.json").read_text())
+    (run / "env.json").write_text(json.dumps(env | {"gguf": {"digest": digest} | drawn}))
+    return run
+
+
 def test_copies_that_dither_draws_of_one_file_are_bases_of_one_model(tmp_path: Path) -> None:
-    runs = []
-    for dither in (None, 0, 1):
-        model: dict[str, Any] = {"name": "m", "id": "/models/m.gguf", "dither": dither}
-        runs.append(write_hub_run(tmp_path / str(dither), model, f"sha256:{dither}"))
-        env = json.loads((runs[-1] / "env.json").read_text())
-        (runs[-1] / "env.json").write_text(json.dumps(env | {"gguf": {"digest": "sha256:file"}}))
+    runs = [write_gguf_run(tmp_path / "file", "sha256:a")]
+    runs += [write_gguf_run(tmp_path / str(dither), f"sha256:{dither}", dither=dither) for dither in (0, 1)]
+    runs += [write_gguf_run(tmp_path / "scaled", "sha256:2", dither=1, dither_scale=0.5)]
     (setting,) = group_by_setting(load_runs(runs))
-    assert {base for base, _ in setting.by_cell} == {"sha256:None", "sha256:0", "sha256:1"}
-    (runs[-1] / "env.json").write_text(json.dumps(env | {"gguf": {"digest": "sha256:another"}}))
+    assert {base for base, _ in setting.by_cell} == {
+        "sha256:file",
+        "sha256:file, copy 0",
+        "sha256:file, copy 1",
+        "sha256:file, copy 1 x 0.5",
+    }
+    runs[-1] = write_gguf_run(tmp_path / "other", "sha256:3", "sha256:another")
     with pytest.raises(ConfigError, match="2 models are called m"):
         load_runs(runs)
+
+
+def test_a_copy_is_one_base_whatever_dtype_its_weights_were_stored_in(tmp_path: Path) -> None:
+    runs = [write_gguf_run(tmp_path / dtype, f"sha256:{dtype}", dither=1) for dtype in ("bfloat16", "float32")]
+    assert len({run.cell for run in load_runs(runs)}) == 1
 
 
 def test_runs_are_found_at_any_depth_and_not_inside_a_run(tmp_path: Path) -> None:
