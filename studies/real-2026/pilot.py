@@ -256,8 +256,8 @@ def accuracy(run: Run) -> list[str]:
         f"{right[0].mean():.1%}",
         f"{right[last].mean():.1%}",
         in_points(mean_ci(gain.tolist())),
-        in_points(mean_ci(gain[whole].tolist())) if whole.any() else "-",
-        str(whole.sum()),
+        in_points(mean_ci(gain[whole].tolist())) if len(gain[whole]) else "-",
+        str(len(gain[whole])),
     ]
 
 

@@ -170,6 +170,9 @@ def test_what_stands_beside_primary_contrasts_is_a_mean_of_pairs_and_no_verdict(
     ]
     low, high = stats.t.interval(0.95, len(found) - 1, np.mean(found), stats.sem(found))
     assert f"{100 * np.mean(found):+.2f} [{100 * low:+.2f}, {100 * high:+.2f}]" in row
+    (pair,) = (line for line in page.partition("## Any two arms")[2].splitlines() if line.startswith("| nvfp4 - bf16 "))
+    bases, sampled = pair.split(" | ")[1:3]
+    assert bases == "12" and f"| {sampled.replace(' ', ' | ', 1)} |" in primary_page(study)
     assert not any(word in page for word in ("higher", "lower", "negligible", "open", "supported", "reversed"))
 
 
@@ -179,7 +182,8 @@ def test_both_sizes_are_studied_alike(more: str) -> None:
     large, small = (yaml.safe_load((REAL / f"{size}{more}" / "study.yaml").read_text()) for size in ("15b", "05b"))
     own = ("model.id=", "optim.lr=")
     for one in (large, small):
-        one["common"] = [word for word in one["common"] if not word.startswith(own)]
+        for words in (one["common"], *(arm["words"] for arm in one["arms"].values())):
+            words[:] = [word for word in words if not word.startswith(own)]
     assert large == small
     designs = [read_design(REAL / f"{size}{more}" / "study.yaml") for size in ("15b", "05b")]
     assert designs[0].primary == designs[1].primary

@@ -160,11 +160,12 @@ def ratio_of(quant: str, first: str, number: Number) -> Callable[[Record], float
     return lambda record: math.log(number(record, quant) / number(record, first))
 
 
+def right_at(quant: str, temperature: str, column: str) -> Callable[[Record], float]:
+    """A unit's accuracy in a format."""
+    return lambda record: accuracy(asked(record, quant, temperature), column).value
+
+
 def gap_of(quant: str, first: str, temperature: str, column: str) -> Callable[[Record], float]:
     """The difference of a unit's accuracy in a format to that in the first."""
-
-    def of(record: Record) -> float:
-        before, after = (accuracy(asked(record, one, temperature), column).value for one in (first, quant))
-        return after - before
-
-    return of
+    before, after = (right_at(one, temperature, column) for one in (first, quant))
+    return lambda record: after(record) - before(record)

@@ -30,6 +30,7 @@ from qerl_bench.studies.probes.over_units import (
     measured_in,
     pass_k,
     ratio_of,
+    right_at,
     share_at,
     without_error,
 )
@@ -142,28 +143,36 @@ def matched(units: Sequence[Record]) -> str:
 
 
 def extrapolations(probes: Sequence[Record]) -> str | None:
-    """Ratios of entropy and differences of accuracy by size of dither, and where they point; None with one size."""
+    """Entropy and accuracy of the first format and what others change, by size of dither, and where they point.
+
+    None with one size.
+    """
     scaled = by_scale(probes)
     if not scaled:
         return None
     units = [one for copies in scaled.values() for one in copies.values()]
     first, *others = formats_of(units)
-    heads, lines = ["quant", "number", *(f"{scale:g} cells" for scale in scaled)], []
-    names: list[str] = []
+    temperatures = [*units[0]["formats"][first]["temperatures"]]
+    entropy, signed = entropy_at("1"), partial(points, digits=1, signed=True)
+    rows: list[tuple[str, str, Callable[[Record], float], Callable[[Estimate], str]]] = []
+    rows += [(first, "entropy at 1", lambda one: entropy(one, first), partial(bracketed, form="{:.3f}"))]
+    rows += [
+        (first, f"right at {at}", right_at(first, at, "correct"), partial(points, digits=1)) for at in temperatures
+    ]
     for quant in others:
-        ways = {"entropy ratio at 1": ratio_of(quant, first, entropy_at("1"))}
-        for at in units[0]["formats"][first]["temperatures"]:
-            ways[f"right at {at}"] = gap_of(quant, first, at, "correct")
-        for name, number in ways.items():
-            ratio = name.startswith("entropy")
-            by_size = [mean_ci([number(one) for one in copies.values()]) for copies in scaled.values()]
-            found = without_error(scaled, number)
-            names = [*found]
-            told = [*by_size, *found.values()]
-            lines.append([quant, name, *(times(one) if ratio else points(one, 1, signed=True) for one in told)])
+        rows += [(quant, "entropy ratio at 1", ratio_of(quant, first, entropy), times)]
+        rows += [(quant, f"right at {at}", gap_of(quant, first, at, "correct"), signed) for at in temperatures]
+    lines: list[list[str]] = []
+    names: list[str] = []
+    for quant, name, number, told in rows:
+        by_size = [mean_ci([number(one) for one in copies.values()]) for copies in scaled.values()]
+        found = without_error(scaled, number)
+        names = [*found]
+        lines.append([quant, name, *map(told, [*by_size, *found.values()])])
     copies = len(next(iter(scaled.values())))
     note = f"{copies} copies in {len(scaled)} sizes of dither; the last columns are extrapolated to -1, copy by copy."
-    return f"{note}\n\n{markdown_table([*heads, *names], lines)}"
+    heads = ["quant", "number", *(f"{scale:g} cells" for scale in scaled), *names]
+    return f"{note}\n\n{markdown_table(heads, lines)}"
 
 
 def figures(probes: Sequence[Record]) -> dict[str, Callable[[], Figure]]:

@@ -5,7 +5,8 @@ Which of these is looked at, and how often, no correction knows. Units are bases
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import combinations
 from statistics import fmean
 
 import numpy as np
@@ -42,6 +43,8 @@ def right_of_finished(run: Run) -> float:
     return mean_of("sampled", "lenient")(run) / mean_of("sampled", "finished")(run)
 
 
+SAMPLED = share("right by the last number, sampled, last quarter", mean_of("sampled", "lenient"))
+GREEDY = share("right by the last number, greedy, after training", mean_of("greedy", "lenient", 1.0))
 SHOWN = (
     share("right by the last number, sampled, before training", mean_of("sampled", "lenient", 0.0)),
     share("right by the last number, sampled, half time", mean_of("sampled", "lenient", 0.5)),
@@ -49,7 +52,7 @@ SHOWN = (
     share("gain of answers with an end before and after training", gain_where_complete),
     share("right, sampled, last quarter", mean_of("sampled", "correct")),
     share("right, greedy, after training", mean_of("greedy", "correct", 1.0)),
-    share("right by the last number, greedy, after training", mean_of("greedy", "lenient", 1.0)),
+    GREEDY,
     share("with an end, sampled, last quarter", mean_of("sampled", "finished")),
     share("right by the last number of those with an end", right_of_finished),
     Measure("tokens of a sampled answer, last quarter", mean_of("sampled", "tokens"), ratio=True),
@@ -66,22 +69,49 @@ SHOWN = (
 
 
 def secondary_page(study: Sessions, pairs: Sequence[tuple[str, str]]) -> str:
-    """Markdown: each arm's level and the differences of `pairs`, treated and control, on the bases that both have."""
+    """Markdown: each arm's level and the differences of `pairs`, treated and control, on the bases that both have.
+
+    Then the differences of any two of these arms, by sampled and by greedy answers.
+    """
     arms = list(dict.fromkeys(arm for pair in pairs for arm in reversed(pair)))
     lines = []
     for measure in SHOWN:
-        of = {arm.name: by_base(study.runs, arm, measure.averaged) for arm in study.arms if arm.name in arms}
+        of = values_of(study, arms, measure)
         cells = [measure.level_text(fmean(of[arm].values())) for arm in arms]
-        for treated, control in pairs:
-            both = sorted(of[treated].keys() & of[control].keys())
-            found = mean_ci([of[treated][base] - of[control][base] for base in both])
-            cells.append(f"{measure.text(found.value)} {measure.interval_text(found.low, found.high)}")
-        lines.append([measure.name, *cells])
+        lines.append([measure.name, *cells, *(difference(of, pair, measure) for pair in pairs)])
     heads = ["", *arms, *(" - ".join(pair) for pair in pairs)]
+    measured = [(one, values_of(study, arms, one)) for one in (SAMPLED, GREEDY)]
+    any_two = [
+        [
+            " - ".join(pair),
+            str(len(bases_of(measured[0][1], pair))),
+            *(difference(of, pair, one) for one, of in measured),
+        ]
+        for pair in combinations(reversed(arms), 2)
+    ]
     return (
         "# Beside the primary contrasts\n\n"
         f"{len(study.session_of)} bases. Means and 95 % intervals over bases (Student's t) of paired differences, "
         "those of shares in points; tokens, entropy and KL are compared by ratio, and their levels are geometric "
         "means. These are many numbers without a correction for how many, and give no verdict.\n\n"
-        f"{markdown_table(heads, lines)}\n"
+        f"{markdown_table(heads, lines)}\n\n"
+        "## Any two arms\n\n"
+        f"{markdown_table(['', 'bases', *(one.name for one, _ in measured)], any_two)}\n"
     )
+
+
+Values = Mapping[str, Mapping[int, float]]  # of each arm, by base
+
+
+def values_of(study: Sessions, arms: Sequence[str], measure: Measure) -> Values:
+    return {arm.name: by_base(study.runs, arm, measure.averaged) for arm in study.arms if arm.name in arms}
+
+
+def bases_of(of: Values, pair: tuple[str, str]) -> list[int]:
+    return sorted(of[pair[0]].keys() & of[pair[1]].keys())
+
+
+def difference(of: Values, pair: tuple[str, str], measure: Measure) -> str:
+    treated, control = (of[arm] for arm in pair)
+    found = mean_ci([treated[base] - control[base] for base in bases_of(of, pair)])
+    return f"{measure.text(found.value)} {measure.interval_text(found.low, found.high)}"
