@@ -1,4 +1,4 @@
-"""What a checkout weighs: 16.1 MB, of which the study on released models has 2.9, and will have more."""
+"""What a checkout weighs: 16.7 MB, of which the study on released models has 3.5, and will have more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from qerl_bench.studies.report.sessions import pictures_on
 
 ROOT = Path(__file__).resolve().parents[2]
-BOUGHT = "studies/real-2026/"  # card time, which no test repeats: twelve copies of each size, looks before
+BOUGHT = "studies/real-2026/"  # card time, which no test repeats: twelve copies of each size, further arms, looks before
 
 
 def test_a_checkout_stays_small() -> None:
@@ -21,7 +21,7 @@ def test_a_checkout_stays_small() -> None:
     for name in filter(None, listed.stdout.split("\0")):
         size = (ROOT / name).stat().st_size if (ROOT / name).is_file() else 0
         bought, others = (bought + size, others) if name.startswith(BOUGHT) else (bought, others + size)
-    assert others < 13.25e6 and bought < 3e6
+    assert others < 13.25e6 and bought < 3.6e6
 
 
 def test_every_figure_of_a_study_is_shown_on_a_page() -> None:
