@@ -10,7 +10,7 @@ import pytest
 from qerl_bench.studies.report.sessions import pictures_on
 
 ROOT = Path(__file__).resolve().parents[2]
-BOUGHT = "studies/real-2026/"  # card time, which no test repeats: twelve copies of each size, further arms, looks before
+BOUGHT = "studies/real-2026/"  # card time, which no test repeats: copies of two sizes, further arms, looks
 
 
 def test_a_checkout_stays_small() -> None:
