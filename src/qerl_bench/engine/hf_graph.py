@@ -314,8 +314,10 @@ class Decoding:
         ops, names, unit_offset = self.ops, self.norms, self.norms.unit_offset
         epsilon = self.decoder.config.rms_norm_eps
 
-        def normed(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:  # x (n, heads * width of the norm)
-            return ops.add_norm(x.reshape(-1, len(scale)), None, scale, epsilon, unit_offset)[1].view(x.shape)
+        def normed(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            """The norm of each head of x (n, heads * width of the norm), whose rows may be strided."""
+            heads = x.contiguous().view(-1, len(scale))  # a reshape leaves the rows of a single head strided
+            return ops.add_norm(heads, None, scale, epsilon, unit_offset)[1].view(x.shape)
 
         x, delta = self.decoder.embed_tokens(tokens), None  # (n, H)
         for block in self.blocks:
