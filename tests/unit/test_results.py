@@ -106,8 +106,8 @@ def test_several_bases_made_from_seeds_are_one_kind_of_model(tmp_path: Path) -> 
 
 def write_gguf_run(path: Path, weights: str, digest: str = "sha256:file", **drawn: float) -> Path:
     run = write_hub_run(path, {"name": "m", "id": "/models/m.gguf", "dither": drawn.get("dither")}, weights)
-    env = json.loads((run / "env.json").read_text())
-    (run / "env.json").write_text(json.dumps(env | {"gguf": {"digest": digest} | drawn}))
+    env, undrawn = json.loads((run / "env.json").read_text()), {"dither": None, "dither_scale": None}
+    (run / "env.json").write_text(json.dumps(env | {"gguf": {"digest": digest} | undrawn | drawn}))
     return run
 
 

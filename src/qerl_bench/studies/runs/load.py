@@ -93,8 +93,9 @@ class Run:
         can give other weights on another machine.
         """
         if file := self.environment.get("gguf"):
-            copy = "" if file.get("dither") is None else f", copy {file['dither']}"
-            return f"{file['digest']}{copy}{f' x {scale:g}' if (scale := file.get('dither_scale', 1)) != 1 else ''}"
+            drawn, scale = file.get("dither"), file.get("dither_scale")  # None, unless model.dither is given
+            copy = "" if drawn is None else f", copy {drawn}{'' if scale in (None, 1) else f' x {scale:g}'}"
+            return f"{file['digest']}{copy}"
         if recorded := self.environment.get("base"):
             return str(recorded)
         model = self.config.get("model", {})
