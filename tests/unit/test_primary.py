@@ -176,6 +176,15 @@ def test_what_stands_beside_primary_contrasts_is_a_mean_of_pairs_and_no_verdict(
     assert not any(word in page for word in ("higher", "lower", "negligible", "open", "supported", "reversed"))
 
 
+def test_two_arms_that_share_no_base_are_not_compared() -> None:
+    study = read_once(REAL / "05b-more")
+    apart = {"bf16-noise": 1, "bf16-on-nvfp4": 2}
+    runs = {cell: run for cell, run in study.runs.items() if apart.get(cell[0], cell[1]) == cell[1]}
+    pairs = [(arm, "bf16") for arm in apart]
+    table = secondary_page(replace(study, runs=runs), pairs).partition("## Any two arms")[2]
+    assert "| bf16-noise - bf16 | 1 |" in table and "bf16-on-nvfp4 - bf16-noise" not in table
+
+
 @pytest.mark.parametrize("more", ["", "-more"])
 def test_both_sizes_are_studied_alike(more: str) -> None:
     """But for the model, and the rate that the pilot's rule takes for it."""

@@ -71,23 +71,20 @@ SHOWN = (
 def secondary_page(study: Sessions, pairs: Sequence[tuple[str, str]]) -> str:
     """Markdown: each arm's level and the differences of `pairs`, treated and control, on the bases that both have.
 
-    Then the differences of any two of these arms, by sampled and by greedy answers.
+    Then the differences of any two of these arms that share bases, by sampled and by greedy answers.
     """
     arms = list(dict.fromkeys(arm for pair in pairs for arm in reversed(pair)))
+    found = {measure: values_of(study, arms, measure) for measure in (*SHOWN, SAMPLED)}
     lines = []
     for measure in SHOWN:
-        of = values_of(study, arms, measure)
-        cells = [measure.level_text(fmean(of[arm].values())) for arm in arms]
-        lines.append([measure.name, *cells, *(difference(of, pair, measure) for pair in pairs)])
+        of = found[measure]
+        levels = [measure.level_text(fmean(of[arm].values())) for arm in arms]
+        lines.append([measure.name, *levels, *(difference(of, pair, measure) for pair in pairs)])
     heads = ["", *arms, *(" - ".join(pair) for pair in pairs)]
-    measured = [(one, values_of(study, arms, one)) for one in (SAMPLED, GREEDY)]
     any_two = [
-        [
-            " - ".join(pair),
-            str(len(bases_of(measured[0][1], pair))),
-            *(difference(of, pair, one) for one, of in measured),
-        ]
+        [" - ".join(pair), str(count), *(difference(found[one], pair, one) for one in (SAMPLED, GREEDY))]
         for pair in combinations(reversed(arms), 2)
+        if (count := len(bases_of(found[SAMPLED], pair)))
     ]
     return (
         "# Beside the primary contrasts\n\n"
@@ -96,7 +93,7 @@ def secondary_page(study: Sessions, pairs: Sequence[tuple[str, str]]) -> str:
         "means. These are many numbers without a correction for how many, and give no verdict.\n\n"
         f"{markdown_table(heads, lines)}\n\n"
         "## Any two arms\n\n"
-        f"{markdown_table(['', 'bases', *(one.name for one, _ in measured)], any_two)}\n"
+        f"{markdown_table(['', 'bases', SAMPLED.name, GREEDY.name], any_two)}\n"
     )
 
 
