@@ -260,6 +260,12 @@ def test_the_dose_is_found_from_above_and_from_below(start: float) -> None:
     assert sigma == float(f"{sigma:.3g}") and len(tried) < 25
 
 
+def test_the_search_ends_where_sigmas_differ_by_less_than_draws() -> None:
+    uneven = {0.1: 0.276, 0.05: 0.057, 0.0707: 0.059, 0.0841: 0.145, 0.0771: 0.115}  # as a model of 1.5B sampled
+    sigma, tried = find_sigma(lambda sigma: uneven[float(f"{sigma:.3g}")], 0.1, 0.1)
+    assert sigma == 0.0771 and len(tried) == len(uneven)
+
+
 def test_no_dose_is_found_where_noise_does_nothing_or_everything() -> None:
     assert find_sigma(lambda sigma: 0.05 * sigma / (1 + sigma), 0.1, 0.1)[0] is None
     assert find_sigma(lambda sigma: 1.0, 0.1, 0.1)[0] is None

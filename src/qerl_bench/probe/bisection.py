@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 
 LEAST, MOST = 1e-4, 10.0  # of sigma; the scales it is added to are about 1
-STEPS = 10  # of the bisection, after the effect is bracketed
 TOLERANCE = 0.1  # of the effect, as a share of the wanted one; other draws of noise differ by more
+SPACING = 1.1  # sigmas this near to each other are one: the effect is sampled, and two draws of it differ by more
 DIGITS = 3  # of sigma, which stands in the config of a run
 
 
@@ -33,9 +33,7 @@ def find_sigma(effect: Callable[[float], float], wanted: float, start: float) ->
             low = high
             if high > MOST:
                 return None, tried
-    for _ in range(STEPS):
-        if abs(tried[-1][1] - wanted) <= TOLERANCE * wanted:
-            break
+    while high / low > SPACING and abs(tried[-1][1] - wanted) > TOLERANCE * wanted:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if above(middle) else (middle, high)
     best = min(tried, key=lambda pair: abs(pair[1] - wanted))[0]
