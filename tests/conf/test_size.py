@@ -1,4 +1,4 @@
-"""What a checkout weighs: 16.7 MB, of which the study on released models has 3.5, and will have more."""
+"""What a checkout weighs: 17.0 MB, of which the study on released models has 3.75, and will have more."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_checkout_stays_small() -> None:
     for name in filter(None, listed.stdout.split("\0")):
         size = (ROOT / name).stat().st_size if (ROOT / name).is_file() else 0
         bought, others = (bought + size, others) if name.startswith(BOUGHT) else (bought, others + size)
-    assert others < 13.25e6 and bought < 3.6e6
+    assert others < 13.25e6 and bought < 3.8e6
 
 
 def test_every_figure_of_a_study_is_shown_on_a_page() -> None:

@@ -84,7 +84,8 @@ def of_copies(study: Sessions, chosen: Sequence[Sequence[int]]) -> set[tuple[flo
 def test_effects_of_the_look_are_those_of_its_pages_rounded() -> None:
     """Where the page says "3.0 points less [1.4, 4.7]", or per cent of a ratio, its pages have the number itself."""
     looked = (STUDY / "README.md").read_text().partition("## Before training")[0]
-    pages = "".join(path.read_text() for path in (*STUDY.glob("*/results/*.md"), *STUDY.glob("*/questions.md")))
+    beside = (*STUDY.glob("*/questions.md"), STUDY / "again.md")
+    pages = "".join(path.read_text() for path in (*STUDY.glob("*/results/*.md"), *beside))
     number = r"[×x+]?(-?\d+(?:\.\d+)?(?:e-\d+)?)"
     measured = re.findall(rf"{number} \|? ?\[{number}, {number}\]", pages)
     ways = (lambda x: x, lambda x: -x, lambda x: 100 * x, lambda x: 100 * (x - 1), lambda x: 100 * (1 - x))

@@ -15,7 +15,7 @@ from qerl_bench.studies.design.sessions import Sessions
 from qerl_bench.studies.report.sessions import read_once
 from tests.scripts import ROOT, script
 
-REPEAT = script("studies/real-2026/repeat.py")
+REPEAT, AGAIN = script("studies/real-2026/repeat.py"), script("studies/real-2026/again.py")
 REAL = ROOT / "studies" / "real-2026"
 
 
@@ -73,3 +73,10 @@ def test_the_digests_of_models_are_those_of_the_first_look() -> None:
     page = (REAL / "first-look.md").read_text()
     for _, _, sha256 in REPEAT.MODELS.values():
         assert sha256[:16] in page
+
+
+@pytest.mark.parametrize("size", sorted(AGAIN.PAIRS))
+def test_second_runs_are_those_of_their_page(size: str) -> None:
+    made = AGAIN.section(size, *AGAIN.PAIRS[size])
+    assert made in (REAL / "again.md").read_text()
+    assert made.count("\n|") == 2 + 4  # four copies

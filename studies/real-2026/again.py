@@ -1,0 +1,58 @@
+"""How far a second run of a copy and format is from its first: right by the last number, sampled, late in the run.
+
+    python studies/real-2026/again.py
+
+Reads the studies 05b and 05b-more, 15b and 15b-again, and writes again.md: two runs of BF16 and of NVFP4 on each copy
+that both have, and what they say about NVFP4.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from qerl_bench.commands.exits import guarded
+from qerl_bench.process.arguments import KeyValueParser
+from qerl_bench.rundir.durable import write_atomically
+from qerl_bench.statistics import mean_ci
+from qerl_bench.studies.design.sessions import read_study
+from qerl_bench.studies.report.probe_page import points
+from qerl_bench.studies.report.secondary import SAMPLED
+from qerl_bench.studies.tables.markdown import markdown_table
+
+STUDY = Path(__file__).parent
+PAIRS = {"0.5B": ("05b", "05b-more"), "1.5B": ("15b", "15b-again")}
+ARMS = ("bf16", "nvfp4")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    KeyValueParser(__doc__).parse_args(arguments)
+    text = "\n\n".join(["# Second runs", *(section(size, *folders) for size, folders in PAIRS.items())])
+    write_atomically(STUDY / "again.md", text + "\n")
+    print(STUDY / "again.md")
+
+
+def section(size: str, first: str, second: str) -> str:
+    """The table of a size and what it comes to."""
+    studies = [read_study(STUDY / name) for name in (first, second)]
+    levels = [{cell[:2]: float(SAMPLED.metric(run)) for cell, run in one.runs.items()} for one in studies]
+    copies = sorted(copy for arm, copy in levels[1] if arm == ARMS[0] and (arm, copy) in levels[0])
+    found = 100 * np.array([[[runs[arm, copy] for copy in copies] for arm in ARMS] for runs in levels])
+    moved, gaps = found[1] - found[0], found[:, 1] - found[:, 0]  # of arm and copy, of run and copy
+    heads = ["copy", *(f"{arm}, {run}" for arm in ARMS for run in ("first", "second")), "gap, first", "gap, second"]
+    rows = [
+        [str(copy), *(f"{value:.1f}" for value in found[:, :, at].T.ravel()), *(f"{gap:+.1f}" for gap in gaps[:, at])]
+        for at, copy in enumerate(copies)
+    ]
+    said = [points(mean_ci(gap / 100), 1, signed=True) for gap in (*gaps, gaps.mean(axis=0))]
+    lines = [
+        f"- Second minus first, of all {moved.size}: {moved.min():+.1f} to {moved.max():+.1f}, root of the mean square "
+        f"{float(np.sqrt((moved**2).mean())):.1f}.",
+        f"- Gap, nvfp4 minus bf16: {said[0]} in the first runs, {said[1]} in the second, {said[2]} in their mean.",
+    ]
+    return "\n".join([f"## {size}", "", markdown_table(heads, rows), "", *lines])
+
+
+if __name__ == "__main__":
+    guarded(main)
