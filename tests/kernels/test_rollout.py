@@ -62,9 +62,9 @@ def test_norms_of_heads_get_parts_of_a_joined_matmul(
     for module in policy.model.modules():
         if isinstance(module, LoRALinear):
             module.fused = True
-    joined, sampling = listen(FusedLinears, "__call__"), Sampling(samples=3, temperature=1.0, max_tokens=3, seed=0)
+    joined, sampling = listen(FusedLinears, "__call__"), Sampling(samples=2, temperature=1.0, max_tokens=2, seed=0)
     with torch.inference_mode():
-        found, wanted = (how(policy, PROMPTS, sampling, KEYS) for how in (decode, hf_reference.decode))
+        found, wanted = (how(policy, PROMPTS[1:], sampling, KEYS[:2]) for how in (decode, hf_reference.decode))
     assert joined
     for one, other in zip(found, wanted, strict=True):
         assert one[0] == other[0] and one[1] == pytest.approx(other[1], abs=5e-5)
