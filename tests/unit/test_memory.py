@@ -179,7 +179,7 @@ def test_micro_batches_are_measured_once_and_kept(
     def ask(policy: Any, longest: int) -> Size:
         return micro_batch_size(train, policy, no_optimizer, longest, run, records=True)  # type: ignore[arg-type]
 
-    assert ask(_on("cpu"), 100) == Size(8192, recorded=True) and ask(_on("cpu"), 9000).tokens == 9000
+    assert ask(_on("cpu"), 100) == Size(2048, recorded=True) and ask(_on("cpu"), 9000).tokens == 9000
     assert not [*tmp_path.iterdir()]
     policy, again = _on("cuda"), _on("cuda")
     assert ask(policy, 1000) == Size(4096, recorded=False) and "1.00 MiB a token" in caplog.text
@@ -204,9 +204,9 @@ def test_a_run_that_begins_again_knows_nothing_of_a_shortage_before(
 ) -> None:
     train, policy, run, nothing = make_experiment().train, _on("cpu"), cast("Any", Run(tmp_path)), cast("Any", None)
     shortages_of(policy).begin(4)
-    error, size = torch.OutOfMemoryError("Tried to allocate"), Size(8192, recorded=False)
+    error, size = torch.OutOfMemoryError("Tried to allocate"), Size(2048, recorded=False)
     smaller = after_shortage(error, size, train, policy, 100, run, may_shrink=True, frees=False)
-    assert smaller == micro_batch_size(train, policy, nothing, 100, run, records=False) == Size(4096, recorded=False)
+    assert smaller == micro_batch_size(train, policy, nothing, 100, run, records=False) == Size(1024, recorded=False)
     again = _on("cpu")
     memory_plan.remember(again, run)
     assert micro_batch_size(train, again, nothing, 100, run, records=False) == size
