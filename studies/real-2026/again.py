@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
 def section(size: str, first: str, second: str) -> str:
     """The table of a size and what it comes to."""
     studies = [read_study(STUDY / name) for name in (first, second)]
-    levels = [{cell[:2]: float(SAMPLED.metric(run)) for cell, run in one.runs.items()} for one in studies]
+    levels = [{cell[:2]: float(np.mean(SAMPLED.metric(run))) for cell, run in one.runs.items()} for one in studies]
     copies = sorted(copy for arm, copy in levels[1] if arm == ARMS[0] and (arm, copy) in levels[0])
     found = 100 * np.array([[[runs[arm, copy] for copy in copies] for arm in ARMS] for runs in levels])
     moved, gaps = found[1] - found[0], found[:, 1] - found[:, 0]  # of arm and copy, of run and copy
