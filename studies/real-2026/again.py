@@ -18,7 +18,7 @@ from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.statistics import mean_ci
 from qerl_bench.studies.design.sessions import read_study
 from qerl_bench.studies.report.probe_page import points
-from qerl_bench.studies.report.secondary import SAMPLED
+from qerl_bench.studies.report.secondary import SAMPLED, bases_of, values_of
 from qerl_bench.studies.tables.markdown import markdown_table
 
 STUDY = Path(__file__).parent
@@ -40,10 +40,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def section(size: str, first: str, second: str) -> str:
     """The table of a size and what it comes to."""
-    studies = [read_study(STUDY / name) for name in (first, second)]
-    levels = [{cell[:2]: float(np.mean(SAMPLED.metric(run))) for cell, run in one.runs.items()} for one in studies]
-    copies = sorted(copy for arm, copy in levels[1] if arm == ARMS[0] and (arm, copy) in levels[0])
-    found = 100 * np.array([[[runs[arm, copy] for copy in copies] for arm in ARMS] for runs in levels])
+    runs = [values_of(read_study(STUDY / name), ARMS, SAMPLED) for name in (first, second)]
+    copies = sorted(set.intersection(*(set(bases_of(of, ARMS)) for of in runs)))
+    found = 100 * np.array([[[of[arm][copy] for copy in copies] for arm in ARMS] for of in runs])
     moved, gaps = found[1] - found[0], found[:, 1] - found[:, 0]  # of arm and copy, of run and copy
     heads = ["copy", *(f"{arm}, {run}" for arm in ARMS for run in ("first", "second")), "gap, first", "gap, second"]
     rows = [

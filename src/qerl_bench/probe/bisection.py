@@ -14,6 +14,7 @@ DIGITS = 3  # of sigma, which stands in the config of a run
 def find_sigma(effect: Callable[[float], float], wanted: float, start: float) -> tuple[float | None, list[list[float]]]:
     """The sigma with `effect(sigma)` near `wanted`, and all pairs (sigma, effect) that were tried.
 
+    Near is within TOLERANCE, or, where sigmas of a SPACING have no such effect, the nearest of those that were tried.
     None if no sigma from LEAST to MOST has it. `effect` should use the same random numbers for every sigma.
     """
     tried: list[list[float]] = []

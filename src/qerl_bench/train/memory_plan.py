@@ -26,7 +26,7 @@ from qerl_bench.train.spec import TrainSpec
 
 log = logging.getLogger(__name__)
 FILE = "memory.json"
-CPU_TOKENS = 2_048  # fewer are slower in a small model, more in one of 135 M parameters, and take twice the memory
+CPU_TOKENS = 2_048  # half as many are slower in a tiny model; of 135 M parameters more are slower, and take more memory
 MOST_TOKENS = 32_768  # four times what keeps a large GPU busy
 PROBE_TOKENS = 1_024
 USABLE = 0.85  # of the free memory; the rest is for fragments and for an estimate that is too low
