@@ -117,6 +117,16 @@ def test_the_page_has_every_format_and_the_figure_every_panel() -> None:
     assert markdown([{"base": 0, "formats": {"bf16": {"correct": [1], "samples": 2, "entropy": 0.5}}}]) is None
 
 
+def test_a_copy_for_which_no_dose_was_found_has_a_row_without_numbers() -> None:
+    units = copies()
+    found = {"sigma": 0.1, "rise": 0.2, "kl": 0.03, "entropy": 0.6, "tried": [[0.1, 0.2]]}
+    units[0]["doses"] = {"noisy": {"sigma": None, "tried": [[0.1, -0.2]]}}
+    units[1]["doses"] = {"noisy": found}
+    page = markdown(units)
+    assert page is not None and "| model.dither=1 | noisy | none found | - | - |" in page
+    assert "| model.dither=2 | noisy | 0.1 | x1.200 | 0.0300 |" in page
+
+
 def test_a_format_is_compared_over_the_units_that_have_it() -> None:
     units = copies()
     for quant in ("nf4", "mxfp4"):

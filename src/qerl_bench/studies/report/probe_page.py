@@ -137,8 +137,10 @@ def matched(units: Sequence[Record]) -> str:
     lines = []
     for one in units:
         for arm, found in one.get("doses", {}).items():
-            cells = ["none found"] if found["sigma"] is None else [f"{found['sigma']:.3g}"]
-            lines.append([" ".join(one["unit"]), arm, *cells, f"x{1 + found['rise']:.3f}", f"{found['kl']:.4f}"])
+            cells = ["none found", "-", "-"]
+            if found["sigma"] is not None:
+                cells = [f"{found['sigma']:.3g}", f"x{1 + found['rise']:.3f}", f"{found['kl']:.4f}"]
+            lines.append([" ".join(one["unit"]), arm, *cells])
     return markdown_table(["unit", "arm", "sigma", "entropy ratio", "KL"], lines)
 
 
