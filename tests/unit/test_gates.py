@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -739,6 +741,23 @@ def test_only_arms_of_the_chosen_tiers_run(
 # --- packed sessions -------------------------------------------------------------------------------------------------
 
 
+def test_a_further_session_can_train_further_arms_of_a_copy(tmp_path: Path) -> None:
+    again = STUDY.parents[1] / "real-2026" / "15b-again"
+    (whole,) = again.glob("data/*-copy-01")
+    settings = json.loads(gzip.decompress((whole / "settings.json.gz").read_bytes()))
+    for folder, quant in (("1-first", "bf16"), ("2-second", "nvfp4")):
+        here = Path(shutil.copytree(whole, tmp_path / folder))
+        kept = {name: of for name, of in settings["runs"].items() if f"-{quant}-" in name}
+        (here / "settings.json.gz").write_bytes(gzip.compress(json.dumps(settings | {"runs": kept}).encode()))
+        for file in here.glob("*.parquet"):
+            table = pd.read_parquet(file)
+            table[table["run"].isin([*kept])].to_parquet(file)
+    design, folders = read_design(again / "study.yaml"), sorted(tmp_path.iterdir())
+    study = read_sessions(design, folders)
+    assert [*study.runs] == [("bf16", 1, 0), ("nvfp4", 1, 0)] and study.session_of == {1: "2-second"}
+    assert study.runs.keys() == read_sessions(design, [whole]).runs.keys() and len(study.pairs("nvfp4", "bf16")[0]) == 1
+
+
 def test_sessions_are_read_together_and_a_base_belongs_to_the_one_that_trained_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -757,6 +776,11 @@ def test_sessions_are_read_together_and_a_base_belongs_to_the_one_that_trained_i
         read_sessions(design, [early, late, late])
     with pytest.raises(ConfigError, match=r"probes\.json"):
         read_sessions(design, [tmp_path])
+    of_others = [one | {"digest": "sha256:other"} for one in read_probes(late)]
+    shutil.copytree(late, tmp_path / "other")
+    (tmp_path / "other" / "probes.json.gz").write_bytes(gzip.compress(json.dumps(of_others).encode()))
+    with pytest.raises(ConfigError, match="or of other weights"):
+        read_sessions(design, [late, tmp_path / "other"])
 
     with pytest.raises(SystemExit):
         command.main([str(STUDY), "bases=2,3", f"runs={early},{late}", f"out={tmp_path}"])

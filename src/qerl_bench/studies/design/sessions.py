@@ -4,6 +4,7 @@
     studies/NAME/data/SESSION/    what `qerl-bench study` packed
 
 Each session pretrains its bases, so those of one number differ: a base belongs to the session that trained arms of it.
+Copies of one file do not, so that a further session can train further arms of them.
 """
 
 from __future__ import annotations
@@ -40,10 +41,9 @@ class Sessions:
 
     @property
     def session_of(self) -> dict[int, str]:
-        """The name of the folder of each base that has runs, in the order of bases."""
-        return {
-            base: run.path.parent.name for (_, base, _), run in sorted(self.runs.items(), key=lambda one: one[0][1])
-        }
+        """The name of the last folder of each base that has runs, in the order of bases."""
+        folders = sorted((base, run.path.parent.name) for (_, base, _), run in self.runs.items())
+        return dict(folders)
 
     @property
     def formats(self) -> list[str]:
@@ -67,7 +67,8 @@ class Sessions:
 
 
 def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
-    """What these sessions packed. Raises ConfigError if two of them trained one base, or if a folder is no session.
+    """What these sessions packed. Raises ConfigError if two of them trained one arm of a base, or arms of a base whose
+    weights differ, or if a folder is no session.
 
     Runs that are none of the design, since their words differ, are left out with a warning.
     """
@@ -88,8 +89,15 @@ def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
             listed = ", ".join(others)
             log.warning("%s has runs whose words no arm of %s has; they are left out: %s", folder, design.path, listed)
         trained = {base for _, base, _ in runs}
-        twice = sorted(trained & {base for _, base, _ in found})
-        require(not twice, f"{folder} has runs of the bases {twice}, and so has a folder before it: leave one out")
+        others = {
+            one["base"] for one in here if one["base"] in trained and one["digest"] != probes[one["base"]]["digest"]
+        }
+        twice = sorted({cell[1] for cell in found if cell in runs or cell[1] in others})
+        require(
+            not twice,
+            f"{folder} has runs of the bases {twice}, and so has a folder before it, of the same arms or of other "
+            "weights: leave one out",
+        )
         probes |= {one["base"]: one for one in here if one["base"] not in trained}
         runs |= found
         overridden += _overridden(folder / "gates.json")
