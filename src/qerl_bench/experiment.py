@@ -165,6 +165,7 @@ def run_steps(setup: Setup, config: dict[str, Any]) -> None:
                         with memory_for("checkpoint"), run.checkpoint(step) as folder:
                             save_checkpoint(folder, experiment, policy, optimizer, lag, run, step)
                         drop_checkpoints(experiment, run)
+                        run.foresee_room(checkpoints_to_come(experiment, step))
                 if signum:
                     raise Terminated(signum)
             if signum := noted.on_any(world.gather):  # which came while the last step was saved
@@ -178,6 +179,13 @@ def run_steps(setup: Setup, config: dict[str, Any]) -> None:
 def drop_checkpoints(experiment: Experiment, run: RunDir) -> None:
     if experiment.checkpoints.keep is not None:
         run.keep_checkpoints(experiment.checkpoints.keep, best_checkpoint(run))
+
+
+def checkpoints_to_come(experiment: Experiment, step: int) -> int:
+    """How many are written after `step` before any of them is dropped."""
+    every, last = experiment.save_every, experiment.steps
+    count = last // every - step // every + (last % every > 0 and step < last)
+    return count if experiment.checkpoints.keep is None else min(count, 1)
 
 
 def best_checkpoint(run: RunDir) -> int | None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -97,6 +98,21 @@ def test_a_run_without_room_stops_in_words_and_continues(runs: Runs, tmp_path: P
     run_experiment(build(config), config)
     assert steps == [0, 0, 0, 0]
     assert runs.numbers(folder) == runs.numbers(runs.finished)
+
+
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.parametrize(("words", "further"), [([], [2, 1]), (["checkpoints.keep=1"], [1, 1]), (["save_every=3"], [])])
+def test_a_run_warns_after_a_checkpoint_if_those_to_come_do_not_fit(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    words: list[str], further: list[int],
+) -> None:  # fmt: skip
+    config = OmegaConf.merge(
+        runs.config, {"root": str(tmp_path), "steps": 3, "save_every": 1}, OmegaConf.from_dotlist(words)
+    )
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1_000))
+    run_experiment(build(config), config)
+    said = [record.getMessage() for record in caplog.records if "checkpoints to come" in record.getMessage()]
+    assert [int(one.partition("(")[2].partition(")")[0]) for one in said] == further
 
 
 def test_outside_of_a_run_the_command_line_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -216,6 +216,17 @@ class RunDir:
                 replace(folder, removing)
                 shutil.rmtree(removing)
 
+    def foresee_room(self, further: int) -> None:
+        """Warn if the disk, as it is now, has no room for `further` checkpoints as large as the newest."""
+        newest = last_checkpoint(self.path)
+        needed, free = 0 if newest is None else further * size(newest), shutil.disk_usage(self.path).free
+        if needed > free:
+            log.warning(
+                f"{self.path}: the checkpoints to come ({further}) need {needed / 2**30:.1f} GiB, and the disk has "
+                f"{free / 2**30:.1f}. A larger save_every makes fewer, checkpoints.keep=1 keeps the newest: a "
+                "run can continue with other values of both"
+            )
+
     def log(self, kind: str, step: int, metrics: dict[str, float]) -> None:
         """Append the metrics of a step to metrics.jsonl; `kind` is train, validation or eval."""
         self.append("metrics.jsonl", [{"kind": kind, "step": step, "time": time.time(), **metrics}])
