@@ -159,7 +159,7 @@ def run_steps(setup: Setup, config: dict[str, Any]) -> None:
                     log_validation(run, mirror, step, validate(setup, step))
                 shortages_of(policy).agree(world)
                 signum = noted.on_any(world.gather)
-                if step % experiment.save_every == 0 or step == experiment.steps or signum:
+                if is_saved(experiment, step) or signum:
                     require_equal_weights(policy.model, world)
                     if world.first:
                         with memory_for("checkpoint"), run.checkpoint(step) as folder:
@@ -181,10 +181,13 @@ def drop_checkpoints(experiment: Experiment, run: RunDir) -> None:
         run.keep_checkpoints(experiment.checkpoints.keep, best_checkpoint(run))
 
 
+def is_saved(experiment: Experiment, step: int) -> bool:
+    return step % experiment.save_every == 0 or step == experiment.steps
+
+
 def checkpoints_to_come(experiment: Experiment, step: int) -> int:
     """How many are written after `step` before any of them is dropped."""
-    every, last = experiment.save_every, experiment.steps
-    count = last // every - step // every + (last % every > 0 and step < last)
+    count = sum(is_saved(experiment, later) for later in range(step + 1, experiment.steps + 1))
     return count if experiment.checkpoints.keep is None else min(count, 1)
 
 

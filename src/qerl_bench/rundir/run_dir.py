@@ -217,9 +217,8 @@ class RunDir:
                 shutil.rmtree(removing)
 
     def foresee_room(self, further: int) -> None:
-        """Warn if the disk, as it is now, has no room for `further` checkpoints as large as the newest."""
-        newest = last_checkpoint(self.path)
-        needed, free = 0 if newest is None else further * size(newest), shutil.disk_usage(self.path).free
+        """Warn if the disk, as it is now, has no room for `further` checkpoints as large as those that there are."""
+        needed, free = further * max(map(size, checkpoints(self.path))), shutil.disk_usage(self.path).free
         if needed > free:
             log.warning(
                 f"{self.path}: the checkpoints to come ({further}) need {needed / 2**30:.1f} GiB, and the disk has "

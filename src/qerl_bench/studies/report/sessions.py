@@ -119,7 +119,7 @@ def _measured(study: Sessions) -> dict[str, str]:
     results = gates(study.design, [*study.probes.values()], study.runs)
     told = [
         f"Bases of {one}: {study.otherwise[one]}."
-        for one in dict.fromkeys(study.session_of.values())
+        for one in sorted({run.path.parent.name for run in study.runs.values()})
         if one in study.otherwise
     ]
     gates_page = "\n\n".join([render(override(results, study.overridden)), *told])
