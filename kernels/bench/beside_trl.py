@@ -16,7 +16,7 @@ table   FOLDER/table.csv and table.md (`beside_trl_table.py`)
 
 Runs that are finished are not repeated. Some settings of TRL help it: --rows is its per_device_train_batch_size,
 --no-checkpointing keeps activations, --trl gives further fields of its GRPOConfig. Needs TRL 1.16 and datasets, and one
-visible GPU, for its Trainer would use them all.
+visible GPU, for its Trainer would use them all; if two start at once, a MASTER_PORT for each.
 """
 
 from __future__ import annotations
