@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import math
 import shlex
 import shutil
@@ -708,6 +709,28 @@ def test_a_study_ends_with_its_failures_and_packs_what_was_done_despite_a_gate(
     assert all(gate["overridden"] == (gate["passed"] is False) for gate in packed["gates"])
     with pytest.raises(ConfigError, match=r"minutes .* 0\.75, .* got 0.7"):
         study.main([str(STUDY), "minutes=0.7"])
+
+
+def test_a_study_that_could_probe_nothing_says_so_and_one_that_could_probe_a_part_too(
+    conducted: Callable[..., None], stand_in: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    conducted(lambda _: [])
+    caplog.set_level(logging.INFO)
+    study.main([str(STUDY), "bases=0,1", f"out={tmp_path}"])
+    assert "runs are left to do, and those of the bases [1], which have no probe yet: the same" in caplog.text
+    stand_in(study, probe_bases=lambda *_: ([], []))
+    with pytest.raises(TrainingStopped, match=r"no base was probed in the time.*minutes=N"):
+        study.main([str(STUDY), "bases=0,1", f"out={tmp_path}"])
+
+
+def test_a_word_that_no_gate_begins_with_is_told_with_the_names_of_all(
+    conducted: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    conducted(lambda _: [])
+    study.main([str(STUDY), "bases=0", "despite=pass,raise of entropy", f"out={tmp_path}"])
+    told = [message for message in caplog.messages if message.startswith("despite=")]
+    assert len(told) == 1 and told[0].startswith("despite=raise of entropy: no gate of this study begins so; it has: ")
+    assert "; rise of entropy, nvfp4-noise; " in told[0]
 
 
 def test_a_study_that_a_signal_ends_packs_what_was_done(conducted: Callable[..., None], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hydra.errors import HydraException
 
 from qerl_bench.checks import ConfigError, TrainingStopped
+from qerl_bench.process.failure import failure_in_log
 from qerl_bench.rundir.locks import RunLocked, lock
 from qerl_bench.rundir.refusals import RECORDS, nothing_left_if_refused
 
@@ -34,6 +35,15 @@ def test_a_refused_new_run_leaves_nothing(tmp_path: Path, error: Exception) -> N
 def test_a_failed_run_keeps_its_folder(tmp_path: Path, error: Exception) -> None:
     attempt(tmp_path / "new", error)
     assert (tmp_path / "new" / "run.log").read_text() == "new"
+
+
+@pytest.mark.parametrize(("error", "lines"), [(TrainingStopped("no signal"), 1), (RunLocked("by another process"), 0)])
+def test_a_run_that_another_process_holds_gets_no_line_in_that_ones_log(
+    error: Exception, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(type(error)), failure_in_log():
+        raise error
+    assert [record.getMessage() for record in caplog.records] == ["failed: no signal"][:lines]
 
 
 def test_an_earlier_run_is_left_as_it_is(tmp_path: Path) -> None:

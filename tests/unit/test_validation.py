@@ -115,7 +115,7 @@ def test_whole_evaluations_at_chosen_steps(
     assert [record["step"] for record in of_kind(folder, "eval")] == [0, 2, 4]
     assert of_kind(folder, "train") == of_kind(runs["every0"], "train")
     assert [one for one in of_kind(folder, "eval") if one["step"] != 2] == of_kind(runs["every0"], "eval")
-    main([str(folder), "checkpoint=2", f"out={tmp_path / 'again'}"])
+    main([str(folder), "checkpoint=step_000002", f"out={tmp_path / 'again'}"])
     again = {one["metric"]: one["value"] for one in json.loads((tmp_path / "again/eval.json").read_text())}
     (whole,) = (one for one in of_kind(folder, "eval") if one["step"] == 2)
     assert whole["eval/accuracy_sampled"] == again["eval/accuracy_sampled"]

@@ -59,6 +59,7 @@ WRONG = {  # line -> what is said
     "study init=new model=tiny minutes=9 run_minutes=1 contrast=aqn=none,none": "KEY=FIRST,OTHER, each once",
     "probe model=tiny task=arithmetic question=3": "no option question. Did you mean questions=3?",
     f"probe model=tiny task=arithmetic out={FILE}/x": f"cannot write to {FILE}/x.*give another folder",
+    f"probe model=tiny task=arithmetic root={FILE}": f"cannot write to {FILE}/probes/.*give another folder, out=DIR",
     f"export {FILE} out=new": f"{FILE} is not a run: it has no config.yaml",
     f"export model=tiny quant=nvfp4 out={FILE}/x": f"cannot write to out={FILE}/x: .*choose another folder",
     "export": "model= and out= must be given; usage",
@@ -92,6 +93,13 @@ def test_a_wrong_line_is_answered_with_the_way_on(line: str, place: Path, capsys
     assert code == 2
     assert re.search(WRONG[line], whole(capsys.readouterr().err))
     assert [*place.iterdir()] == [place / FILE]
+
+
+def test_the_folder_that_no_word_names_is_checked_too(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "report").write_text("")
+    with pytest.raises(SystemExit):
+        main(["report", "."])
+    assert "report is a file; give a folder" in capsys.readouterr().err
 
 
 def test_metrics_that_no_run_has_and_runs_that_no_claim_is_about_write_nothing(

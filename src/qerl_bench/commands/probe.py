@@ -25,7 +25,7 @@ from qerl_bench.checks import TEMPERATURES, check_fields, count, is_number, numb
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.options.user_options import split_search_path
-from qerl_bench.process.arguments import KeyValueParser, output_folder
+from qerl_bench.process.arguments import KeyValueParser, output_folder, unwritable
 from qerl_bench.process.cards import require_gpu
 from qerl_bench.process.terminal import log_to_stderr
 from qerl_bench.rundir.durable import write_atomically
@@ -78,6 +78,8 @@ def main(arguments: list[str]) -> None:
     first.model.check_files()
     first.task.check()
     out = options.out or Path(first.root) / "probes" / f"{first.model.name}-{first.task.name}"
+    reason = unwritable(out)
+    require(reason is None, f"cannot write to {out}: {reason}; give another folder, out=DIR")
     from qerl_bench.probe.one_model import probe, runnable  # with torch, which nothing above waits for
     from qerl_bench.studies.report.model_page import model_page
 

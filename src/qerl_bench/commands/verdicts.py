@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
     words = with_own_folders(arguments)
     parser = KeyValueParser(__doc__)
     parser.add_argument("studies", nargs="+", type=Path, help="folders that hold studies, or single studies")
-    parser.add_argument("--out", type=output_folder, default=Path("figures"), help="folder to write (default: figures)")
+    parser.add_argument("--out", type=output_folder, default="figures", help="folder to write (default: figures)")
     options = parser.parse_args(words)
     content = verdicts_of(studies_in(options.studies))
     options.out.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.process.arguments import whole
 from qerl_bench.process.termination import Terminated
+from qerl_bench.rundir.locks import RunLocked
 
 log = logging.getLogger("qerl_bench.failure")  # conf/run.yaml sends this logger to run.log only
 MARK = "failed: "
@@ -19,9 +20,14 @@ INTENDED = (ConfigError, TrainingStopped, Terminated, KeyboardInterrupt)  # thes
 
 @contextmanager
 def failure_in_log() -> Iterator[None]:
-    """Write to run.log what ends this block early, with a traceback if that is a bug."""
+    """Write to run.log what ends this block early, with a traceback if that is a bug.
+
+    Not that the run is another process's, whose log it is.
+    """
     try:
         yield
+    except RunLocked:
+        raise
     except BaseException as error:
         words = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else " ".join(str(error).split())
         intended = isinstance(error, INTENDED)

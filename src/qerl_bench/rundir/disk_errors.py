@@ -31,6 +31,7 @@ CODE = re.compile(r"\((?:os error|errno) (\d+)\)|\[errno (\d+)\]", re.IGNORECASE
 TOLD = re.compile(r"strerror: ([\w /]+)")  # torch that cannot open a file: "strerror: No space left on device"
 CODES = {os.strerror(code): code for code in errno.errorcode}
 PARENT = re.compile("Parent directory .* does not exist|non-existent directory")  # torch, pandas
+FEW_INODES = 1000  # more than a run makes files: they are not what it lacks
 TORCH = re.compile("PytorchStreamWriter|unexpected pos|iostream error")  # torch.save drops the code of the error
 
 
@@ -42,7 +43,7 @@ def failure(error: BaseException) -> str | None:
             place = getattr(cause, "filename", None)
             return REASONS[code] + (f": {place}" if isinstance(place, str) else "")
         if isinstance(cause, RuntimeError) and TORCH.search(str(cause)):
-            return "a file of the checkpoint could not be written"
+            return "a file of the checkpoint could not be written, as when the disk is full"
     return None
 
 
@@ -90,7 +91,7 @@ def room(path: Path, error: BaseException) -> str:
         return f"at most {resource.getrlimit(resource.RLIMIT_FSIZE)[0] / 2**20:,.3g} MiB a file"
     place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     files = os.statvfs(place)
-    inodes = f", {files.f_favail:,} inodes" if files.f_files else ""
+    inodes = f", {files.f_favail:,} inodes" if files.f_files and files.f_favail < FEW_INODES else ""
     return f"{shutil.disk_usage(place).free / 2**20:,.1f} MiB{inodes} free in {place}"
 
 

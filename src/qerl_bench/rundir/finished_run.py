@@ -62,7 +62,7 @@ def keys_of(target: str) -> set[str]:
 
 
 def chosen_checkpoint(run_dir: Path, which: str, steps: int) -> Path:
-    """The checkpoint `which` of a finished run of `steps` steps: last, best or the number of a step.
+    """The checkpoint `which` of a finished run of `steps` steps: last, best, or one by its step or name.
 
     Raises ConfigError if it is not there.
     """
@@ -85,7 +85,7 @@ def chosen_checkpoint(run_dir: Path, which: str, steps: int) -> Path:
         f"checkpoint=best: {run_dir} does not know its best checkpoint, because none was evaluated during training. "
         "eval.every=N, with N a multiple of save_every, does that in a new run",
     )
-    step = {"last": str(steps), "best": str(best)}.get(which, which)
+    step = {"last": str(steps), "best": str(best)}.get(which, which.removeprefix("step_"))
     require(
         step.isdecimal() and int(step) in found,
         f"checkpoint={which} must be last, best or the step of one of the checkpoints of {run_dir}: "

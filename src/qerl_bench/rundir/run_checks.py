@@ -74,9 +74,10 @@ def refuse_other_config(path: Path, cfg: DictConfig | dict[str, Any], elsewhere:
     stored, wanted = (flat(with_effect(container)) for container in (read_config(path / "config.yaml"), as_dict(cfg)))
     different = sorted(key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key))
     shown = ", ".join(f"{key} is {stored.get(key)!r} there and {wanted.get(key)!r} here" for key in different[:4])
+    more = f", and {len(different) - 4} more" if len(different) > 4 else ""
     require(
         not different,
-        f"{path} holds a run of another config ({len(different)} differences: {shown}). Nothing was changed there. "
+        f"{path} holds a run of another config ({shown}{more}). Nothing was changed there. "
         f"Choose another place: {elsewhere}",
     )
 

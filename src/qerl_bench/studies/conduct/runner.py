@@ -205,4 +205,8 @@ def prepared(options: Any) -> tuple[Design, int, Deadline]:
         unknown = sorted({*options.bases} - {*design.bases})
         require(not unknown, f"{options.study} has no bases {unknown}: it has {design.bases[0]} to {design.bases[-1]}")
         design = replace(design, bases=tuple(options.bases))
+    names = [one.gate for one in gates_so_far(design, [])]
+    for word in options.despite:
+        if not any(name.startswith(word) for name in names):
+            log.warning("despite=%s: no gate of this study begins so; it has: %s", word, "; ".join(names))
     return design, options.slots or max(1, len(visible_gpus())), Deadline(options.minutes)
