@@ -61,6 +61,10 @@ def lacking(package: str, option: str, extra: str) -> str:
     return f"{option} needs the package {package}, which is not installed. In a checkout: pip install -e '.[{extra}]'"
 
 
+class RunLocked(ConfigError):
+    """Another process is running in the folder of a run."""
+
+
 class TrainingStopped(RuntimeError):
     """A run cannot go on: `src/run.py` prints the message without a traceback and exits with code 1."""
 

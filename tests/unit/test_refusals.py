@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from hydra.errors import HydraException
 
-from qerl_bench.checks import ConfigError, TrainingStopped
+from qerl_bench.checks import ConfigError, RunLocked, TrainingStopped
 from qerl_bench.process.failure import failure_in_log
-from qerl_bench.rundir.locks import RunLocked, lock
+from qerl_bench.rundir.locks import lock
 from qerl_bench.rundir.refusals import RECORDS, nothing_left_if_refused
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hydra.errors import OverrideParseException
 
-from qerl_bench.checks import ConfigError, TrainingStopped
+from qerl_bench.checks import ConfigError, RunLocked, TrainingStopped
 from qerl_bench.options.suggestions import unread
 from qerl_bench.parallel import ERROR_FILE, tell_torchrun
 from qerl_bench.process.arguments import wrap_lines
@@ -21,7 +21,6 @@ from qerl_bench.process.out_of_memory import shortage
 from qerl_bench.process.terminal import lasting_output
 from qerl_bench.process.termination import Terminated, terminations_raise
 from qerl_bench.rundir.disk_errors import deleted_folder, failure
-from qerl_bench.rundir.locks import RunLocked
 from qerl_bench.rundir.refusals import CODE as REFUSED
 from qerl_bench.rundir.refusals import REFUSALS
 

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from qerl_bench.checks import ConfigError, TrainingStopped
+from qerl_bench.checks import ConfigError, RunLocked, TrainingStopped
 from qerl_bench.process.arguments import whole
 from qerl_bench.process.termination import Terminated
-from qerl_bench.rundir.locks import RunLocked
 
 log = logging.getLogger("qerl_bench.failure")  # conf/run.yaml sends this logger to run.log only
 MARK = "failed: "

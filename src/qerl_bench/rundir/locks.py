@@ -22,17 +22,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from qerl_bench.checks import ConfigError, TrainingStopped
+from qerl_bench.checks import TrainingStopped
 from qerl_bench.rundir.lease import Lease, holder_elsewhere
 
 log = logging.getLogger(__name__)
 WAIT_LIMIT_S = 3600.0
 TELL_EVERY_S = 60.0
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
-
-
-class RunLocked(ConfigError):
-    """Another process is running in the folder of a run."""
 
 
 class Lock:

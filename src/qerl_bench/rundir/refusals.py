@@ -10,9 +10,9 @@ from pathlib import Path
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from qerl_bench.checks import ConfigError
+from qerl_bench.checks import ConfigError, RunLocked
 from qerl_bench.rundir.checksums import DONE
-from qerl_bench.rundir.locks import RunLocked, lock
+from qerl_bench.rundir.locks import lock
 
 CODE = 2  # exit code of a program that was refused
 REFUSALS = (ConfigError, HydraException, OmegaConfBaseException)

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from qerl_bench.checks import ConfigError, require
+from qerl_bench.checks import ConfigError, RunLocked, require
 from qerl_bench.options.fingerprint import as_dict, flat, with_effect
 from qerl_bench.process.arguments import unwritable
 from qerl_bench.rundir.checkpoints import (
@@ -20,7 +20,7 @@ from qerl_bench.rundir.checkpoints import (
     step_of,
 )
 from qerl_bench.rundir.checksums import DONE, GROWING, SEALS, Seal, are_seals, broken, find_damage
-from qerl_bench.rundir.locks import RunLocked, holder
+from qerl_bench.rundir.locks import holder
 from qerl_bench.rundir.read_files import read_config, read_object
 
 log = logging.getLogger(__name__)
