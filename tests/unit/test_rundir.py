@@ -257,7 +257,7 @@ def test_another_config_is_refused_and_told_apart(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         RunDir(tmp_path / "run", _other(steps=20, quant={"name": "nf4", "extra": 1}))
     message = str(caught.value)
-    assert "3 differences" in message
+    assert message.count(" there and ") == 3 and " more)" not in message
     for part in (
         "steps is 10 there and 20 here",
         "quant.name is 'nvfp4' there and 'nf4' here",
@@ -279,7 +279,7 @@ def test_what_does_not_change_the_numbers_may_change(tmp_path: Path) -> None:
 def test_many_differences_are_counted_and_a_few_shown(tmp_path: Path) -> None:
     with RunDir(tmp_path / "run", CFG):
         pass
-    with pytest.raises(ConfigError, match="9 differences") as caught:
+    with pytest.raises(ConfigError, match=r"and 5 more\)") as caught:
         RunDir(tmp_path / "run", _other(**{f"new{i}": i for i in range(9)}))
     assert str(caught.value).count(" there and ") == 4
 
