@@ -23,3 +23,4 @@ def test_the_newest_section_is_of_this_version_and_short() -> None:
 def test_what_is_cited_is_this_version_and_has_a_day_once_it_is_released() -> None:
     assert CITATION["version"] == __version__
     assert CITATION.get("date-released") == (None if DAY == "unreleased" else date.fromisoformat(DAY))
+    assert DAY == "unreleased" or f"Version {__version__} of {DAY}." in (ROOT / "ARTIFACT.md").read_text()
