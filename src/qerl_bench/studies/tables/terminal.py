@@ -23,7 +23,7 @@ from qerl_bench.studies.runs.load import Run, load_run
 
 NOTES = (
     "accuracy: held-out questions, % ±1 s.e. over questions, greedy before and after training;",
-    "gain: greedy accuracy minus that of step 0, the base as it is stored, ±1 s.e. of the paired difference;",
+    "gain: greedy accuracy minus that of step 0, the quantized base, ±1 s.e. of the paired difference;",
     "sampled: the same questions, sampled answers; entropy: nats/token, first and last step;",
     "tok/s: completion tokens of rollouts, median without step 1; GiB: peak of memory;",
     "taught: share of completion tokens that a backward pass used, mean over steps",
