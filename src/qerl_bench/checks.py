@@ -32,6 +32,10 @@ class ConfigError(ValueError):
     """
 
 
+class RunLocked(ConfigError):
+    """Another process is running in the folder of a run."""
+
+
 def require(condition: bool, message: str) -> None:
     """Raise ConfigError with `message` unless `condition` holds."""
     if not condition:
@@ -59,10 +63,6 @@ def require_package(name: str, option: str, extra: str) -> None:
 def lacking(package: str, option: str, extra: str) -> str:
     """What to do if the optional `package`, which the config choice `option` needs, is not installed."""
     return f"{option} needs the package {package}, which is not installed. In a checkout: pip install -e '.[{extra}]'"
-
-
-class RunLocked(ConfigError):
-    """Another process is running in the folder of a run."""
 
 
 class TrainingStopped(RuntimeError):

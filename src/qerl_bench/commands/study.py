@@ -68,7 +68,6 @@ def conduct(design: Design, options: Any, slots: int, deadline: Deadline, tiers:
     """
     chosen = replace(design, arms=tuple(arm for arm in design.arms if arm.tier in tiers or arm is design.reference))
     probes, failed = probe_bases(chosen, options.words, slots, deadline, out)
-    unprobed = sorted({*design.bases} - {one["base"] for one in probes})
     results = override(gates_so_far(design, probes), options.despite)
     blocked_arms = blocked(results)
     log.info("before the runs\n%s", render(results))
@@ -102,6 +101,7 @@ def conduct(design: Design, options: Any, slots: int, deadline: Deadline, tiers:
     print(render(packed()), flush=True)
     points = [point for block in blocks for point in block]
     left = sum(not is_finished(point.run_dir) for point in points)
+    unprobed = sorted({*design.bases} - {one["base"] for one in probes})
     others = f", and those of the bases {unprobed}, which have no probe yet" if unprobed else ""
     continues = ": the same command continues" if left or unprobed else ""
     if not probes and not failed:
