@@ -60,7 +60,7 @@ COLUMNS = (  # empty where a row has no such number
 
 def random_policy(experiment: Experiment, rank: int, device: str) -> Policy:
     """A policy with random weights in the format of `experiment`; rank 0 means no adapter."""
-    model, tokenizer, reports = load_packed(
+    model, tokenizer, reports, *_ = load_packed(
         experiment.model, experiment.quant, experiment.quantizer, experiment.task, None, device
     )
     structure = structure_of(model)

@@ -54,7 +54,7 @@ from qerl_bench.process.progress import StepProgress, phase
 from qerl_bench.process.termination import Terminated, terminations_noted
 from qerl_bench.quant.error_decomposition import write_layers
 from qerl_bench.records import Group, numbered
-from qerl_bench.run_setup import Setup, evaluate, on_base_in, prepare_device, require_places, set_up, validate
+from qerl_bench.run_setup import Setup, evaluate, on_base_of, prepare_device, require_places, set_up, validate
 from qerl_bench.rundir.checkpoints import checkpoints, go_back, last_checkpoint, step_of
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.seeding import derive
@@ -132,7 +132,7 @@ def run_steps(setup: Setup, config: dict[str, Any]) -> None:
     rollout = experiment.rollout
     with (
         make_mirror(run.path, run.metrics(), config) as mirror,
-        on_base_in("rollout.quant", rollout.quant, experiment, policy, engine, rollout.activations) as (other, sampler),
+        on_base_of(experiment.sampled, "rollout.quant", experiment, policy, engine) as (other, sampler),
     ):
         sampled, copies = experiment.sampled.quant, 1 + (sampler is not engine) + rollout.merge
         weights = {"quant": sampled.name, "activations": sampled.activations} | (

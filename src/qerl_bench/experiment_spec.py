@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from qerl_bench.algo.base import Algorithm
 from qerl_bench.algo.importance_sampling import ImportanceSampling
@@ -43,6 +44,7 @@ from qerl_bench.task.base import Task
 from qerl_bench.task.graded import check_reward
 from qerl_bench.train.rollout_checks import check_merging, check_sampler
 from qerl_bench.train.spec import CheckpointSpec, OptimSpec, RolloutSpec, TrainSpec
+from qerl_bench.train.trained_weights import check_trained_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +99,9 @@ class Experiment:
             self.optim.warmup_steps < max(1, self.steps),
             f"optim.warmup_steps must be below steps={self.steps}, got {self.optim.warmup_steps}; make it smaller",
         )
-        self._check_trained_weights()
+        check_trained_weights(
+            self.quant, self.quantizer, self.lora, self.model, self.train, self.algo, self.kl, self.noise.where
+        )
         self._check_algorithm()
         self._check_parallel()
         self._check_other_formats()
@@ -114,45 +118,6 @@ class Experiment:
         check_reward(self.task)
         self.reward.check_with(self.algo)
         self.lora.check_with(f"model={self.model.name}", shape)
-
-    def _check_trained_weights(self) -> None:
-        """What is trained: an adapter on packed or unpacked weights, or the unpacked weights themselves."""
-        packed, full_training = self.quant.bits_per_weight is not None, self.lora.rank == 0
-        require(
-            not (full_training and packed),
-            f"lora=none trains every weight, but the packed weights of quant={self.quant.name} cannot be trained. Use "
-            "lora=default, or quant=bf16",
-        )
-        require(
-            not (full_training and self.noise.where == "adapters"),
-            "noise.where=adapters puts noise on the adapter, and lora=none has none. Use lora=default, or "
-            "noise.where=norms",
-        )
-        require(
-            not (full_training and self.model.dtype != "float32"),
-            f"lora=none trains the weights themselves, and RL steps are too small for {self.model.dtype}. Use "
-            "model.dtype=float32, or lora=default, whose adapter is kept in FP32",
-        )
-        require(
-            full_training or not self.train.autocast,
-            "train.autocast=true computes with rounded copies of weights that are trained in FP32, and beside an "
-            "adapter none are. Use train.autocast=false, or lora=none",
-        )
-        require(
-            packed or self.quantizer.name == "rtn",
-            f"quantizer={self.quantizer.name} chooses codes, but quant={self.quant.name} stores none. Leave "
-            "quantizer=rtn, or use a format that packs, such as quant=nvfp4",
-        )
-        require(
-            self.train.updates_per_batch == 1 or full_training or self.lora.dropout == 0,
-            f"train.updates_per_batch={self.train.updates_per_batch} compares log-probabilities between updates, and "
-            f"lora.dropout={self.lora.dropout} would change them at random. Use lora.dropout=0",
-        )
-        require(
-            self.kl.coef == self.kl.every == 0 or (not full_training and self.algo.on_policy),
-            "kl.coef > 0 or kl.every > 0 compares completions with the base, the policy without its adapter. It "
-            f"needs lora=default and an on-policy algorithm, got lora={self.lora.name}, algo={self.algo.name}",
-        )
 
     def _check_algorithm(self) -> None:
         """Options that only an algorithm with rollouts, or only one with demonstrations, can use."""
@@ -194,13 +159,12 @@ class Experiment:
         """Formats that evaluations or rollouts have of their own."""
         rollout, engine_is_own = self.rollout, self.engine.name == "hf"
         check_sampler(rollout, self.quant, self.algo, self.engine.name, self.steps)
-        for key, name in {"eval.quant": self.eval_format, "rollout.quant": rollout.quant}.items():
+        for key, other in {"eval.quant": self.answering, "rollout.quant": self.sampled}.items():
             require(
-                self.in_format(key, name, rollout.activations if key == "rollout.quant" else None) is self
-                or engine_is_own,
-                f"{key}={name} samples from a copy of the policy with other weights, which only engine=hf makes, got "
-                f"engine={self.engine.name}. Use engine=hf, or leave {key} out; a finished run can be evaluated in "
-                f"another format with any engine: qerl-bench eval RUN eval.quant=nvfp4",
+                other is self or engine_is_own,
+                f"{key}={other.quant.name} samples from a copy of the policy with other weights, which only engine=hf "
+                f"makes, got engine={self.engine.name}. Use engine=hf, or leave {key} out; a finished run can be "
+                "evaluated in another format with any engine: qerl-bench eval RUN eval.quant=nvfp4",
             )
         check_merging(rollout, self.train, self.lora, self.sampled.quant, self.quantizer, self.engine.name)
 
@@ -218,9 +182,10 @@ class Experiment:
         )
 
     @property
-    def eval_format(self) -> str | None:
-        """The weight format that evaluations ask for; None for that of training."""
-        return getattr(self.eval, "quant", None)
+    def answering(self) -> Experiment:
+        """This experiment on the base that evaluations ask; itself if that is the one of training."""
+        quant, quantizer = getattr(self.eval, "quant", None), getattr(self.eval, "quantizer", None)
+        return self.in_format("eval.quant", quant, quantizer=quantizer)
 
     @property
     def sampled(self) -> Experiment:
@@ -233,26 +198,36 @@ class Experiment:
         own = self.rollout.merge and (self.train.merge != "none" or self.sampled is self)
         return self.sampled.quant if own else None
 
-    def in_format(self, key: str, name: str | None, activations: str | None = None) -> Experiment:
-        """This experiment on a base in the weight format `name`, without noise; itself if that is its format.
+    def in_format(
+        self, key: str, name: str | None, activations: str | None = None, quantizer: str | None = None
+    ) -> Experiment:
+        """This experiment on a base in the weight format `name`, without noise; itself if that is its base.
 
-        The inputs of packed layers are rounded to `activations`; None: as in training. Raises ConfigError, naming
-        `key`, if that cannot be.
+        Its codes are those of `quantizer`, and the inputs of packed layers are rounded to `activations`; None: as in
+        training. Raises ConfigError, naming `key`, if that cannot be.
         """
-        if name in (None, self.quant.name):
-            return (
-                self if activations in (None, self.quant.activations) else self._on_base(key, self.quant, activations)
-            )
-        formats = options_of(user_options.folders(), "quant")
-        require(name in formats, f"{key} must be null or one of {', '.join(sorted(formats))}, got {name!r}")
+        same = name in (None, self.quant.name)
+        quant = self.quant if same else _chosen(key, "quant", name)
+        if same and quantizer in (None, self.quantizer.name):
+            return self if activations in (None, quant.activations) else self._on_base(key, quant, activations, None)
+        chosen = None if quantizer is None else _chosen(key.replace("quant", "quantizer"), "quantizer", quantizer)
         require(
-            not self.quantizer.rescales,
-            f"{key}={name} puts the adapter on another base, and quantizer={self.quantizer.name} moves scales between "
-            f"the layers that the adapter was trained on. Use quantizer=rtn, mse or gptq, or leave {key} out",
+            chosen is None or quantizer == "rtn" or quant.bits_per_weight is not None,
+            f"{key.replace('quant', 'quantizer')}={quantizer} chooses codes, and quant={quant.name} stores none. Leave "
+            f"it out, or give a format that packs, {key}=nvfp4",
         )
-        return self._on_base(key, option("quant", str(name)), activations)
+        rescales = next((one for one in (self.quantizer, chosen) if one is not None and one.rescales), None)
+        require(
+            rescales is None or (key != "rollout.quant" and not getattr(self.lora, "train_norms", False)),
+            f"{key}={quant.name} puts the adapter on another base, and quantizer={rescales and rescales.name} moves "
+            "scales between the layers and norms that it was trained on: an evaluation can follow them, with "
+            f"lora.train_norms=false, and rollouts cannot. Use quantizer=rtn, mse or gptq, or leave {key} out",
+        )
+        return self._on_base(key, quant, activations, chosen)
 
-    def _on_base(self, key: str, quant: WeightFormat, activations: str | None) -> Experiment:
+    def _on_base(
+        self, key: str, quant: WeightFormat, activations: str | None, quantizer: Quantizer | None
+    ) -> Experiment:
         require(
             self.train.merge == "none" or key == "rollout.quant",
             f"{key}={quant.name} puts the adapter on another base, and with train.merge={self.train.merge} it was "
@@ -265,13 +240,16 @@ class Experiment:
             f"rollout.activations={activations} rounds the inputs of packed layers, and quant={quant.name} packs none. "
             "Sample from packed weights, rollout.quant=..., or leave rollout.activations out",
         )
-        quantizer = self.quantizer if quant.bits_per_weight is not None else option("quantizer", "rtn")
-        own_eval = {} if self.eval_format is None else {"eval": replace(self.eval, quant=None)}  # type: ignore[type-var]
+        if quant.bits_per_weight is None:
+            quantizer = option("quantizer", "rtn")
+        other = getattr(self.eval, "quant", None) or getattr(self.eval, "quantizer", None)
+        own_eval = {"eval": replace(self.eval, quant=None, quantizer=None)} if other else {}  # type: ignore[type-var]
         try:
             merge = self.rollout.merge and key == "rollout.quant"
             rollout = replace(self.rollout, quant=None, activations=None, merge=merge)
             train, aqn = replace(self.train, merge="none"), option("aqn", "none")
-            return replace(self, quant=quant, quantizer=quantizer, aqn=aqn, rollout=rollout, train=train, **own_eval)
+            chosen = quantizer or self.quantizer
+            return replace(self, quant=quant, quantizer=chosen, aqn=aqn, rollout=rollout, train=train, **own_eval)
         except ConfigError as error:
             raise ConfigError(f"{key}={quant.name}: {error}") from error
 
@@ -292,6 +270,19 @@ class Experiment:
         """Raise ConfigError unless the model can be asked a question of the task, as far as no weights are needed."""
         self.model.check(self.task.train_prompts(1, 1, seed=0)[0].messages)
 
+    def check_calibration(self) -> None:
+        """Raise ConfigError unless each quantizer has its text, as far as that needs no tokenizer."""
+        for one in {id(one): one for one in (self, self.answering)}.values():
+            if one.quant.bits_per_weight is not None and one.quantizer.calibration is not None:
+                one.quantizer.calibration.check(one.task)
+
     @property
     def run_dir(self) -> Path:
         return Path(self.root) / "runs" / self.name
+
+
+def _chosen(key: str, axis: str, name: str | None) -> Any:
+    """The option `name` of an axis. Raises ConfigError, naming `key`, if there is none."""
+    options = options_of(user_options.folders(), axis)
+    require(name in options, f"{key} must be null or one of {', '.join(sorted(options))}, got {name!r}")
+    return option(axis, str(name))

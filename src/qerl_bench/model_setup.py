@@ -26,7 +26,8 @@ from qerl_bench.model.hub import HubModel
 from qerl_bench.model.kernels import require_compiler
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.merging import merging_of
-from qerl_bench.model.policy import Policy, share_all_but_base
+from qerl_bench.model.other_base import share_all_but_base
+from qerl_bench.model.policy import Policy
 from qerl_bench.model.recompute import keep_matmuls, recompute_blocks
 from qerl_bench.model.structure import NormSite, Structure, structure_of
 from qerl_bench.options.user_options import words_in_use
@@ -106,7 +107,8 @@ def build_policy(experiment: Experiment, base: Path | None, device: str, like: P
 def _build_policy(experiment: Experiment, base: Path | None, device: str, like: Policy | None) -> Policy:
     spec, train = experiment.model, experiment.train
     require_compiler(experiment.kernel, torch.device(device))
-    model, tokenizer, layers = load_packed(spec, experiment.quant, experiment.quantizer, experiment.task, base, device)
+    loaded = load_packed(spec, experiment.quant, experiment.quantizer, experiment.task, base, device)
+    model, tokenizer, layers = loaded.model, loaded.tokenizer, loaded.layers
     model.eval()
     with _first_pass(f"model={spec.name}", experiment.quant.name):
         structure = structure_of(model)
@@ -116,7 +118,7 @@ def _build_policy(experiment: Experiment, base: Path | None, device: str, like: 
         require_writable(f"model={spec.name}", *filter(None, (model.config, model.generation_config, tokenizer)))
     adapter = experiment.lora.attach(model, f"model={spec.name}", derive(experiment.seed, "adapter"))
     if like is not None:
-        share_all_but_base(model, like)
+        share_all_but_base(model, like, loaded.rescaling.from_other(like.rescaling))
     merging = None
     if (merged := experiment.merged_into) is not None:
         trained = None if like is None else like.model
@@ -135,6 +137,7 @@ def _build_policy(experiment: Experiment, base: Path | None, device: str, like: 
         rounding=rounding,
         merging=merging,
     )
+    policy.rescaling, policy.calibration = loaded.rescaling, loaded.calibration
     if rounding is not None:
         rounding.fused = policy.fused
     if like is not None:

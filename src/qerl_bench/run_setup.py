@@ -137,6 +137,8 @@ def set_up(
     with memory_for("setup"):
         with phase(f"loading {experiment.model.name}"):
             policy = build_policy(experiment, base, device)
+        if policy.calibration is not None:
+            run.write("calibration.json", json.dumps(policy.calibration, indent=1))
         policy.name_base(name_of_base(experiment.model), digest, base or experiment.model.folder())
         built = checked_engine(experiment, engine, policy, base, f"model={experiment.model.name}", run)
     if policy.merging is not None:
@@ -197,21 +199,15 @@ def checked_engine(
 
 
 @contextmanager
-def on_base_in(
-    key: str,
-    name: str | None,
-    experiment: Experiment,
-    policy: Policy,
-    engine: RolloutEngine,
-    activations: str | None = None,
+def on_base_of(
+    other: Experiment, key: str, experiment: Experiment, policy: Policy, engine: RolloutEngine
 ) -> Iterator[tuple[Policy, RolloutEngine]]:
-    """The policy on its base in the weight format `name`, and an engine that samples from it.
+    """The policy of `experiment` on the base of `other`, its `answering` or `sampled`, and an engine for that.
 
-    `activations` is that of `Experiment.in_format`. They are `policy` and `engine` if training has both. Otherwise
-    packed layers are made for as long as the context lasts, and everything else is that of `policy`, as it is at each
-    moment. Raises ConfigError, which names `key`, if a check of `model/preflight.py` fails.
+    They are `policy` and `engine` if the two are the same. Otherwise packed layers are made for as long as the context
+    lasts, and everything else is that of `policy`, as it is at each moment, but for what a quantizer rescales
+    (`model/other_base.py`). Raises ConfigError, which names `key`, if a check of `model/preflight.py` fails.
     """
-    other = experiment.in_format(key, name, activations)
     if other is experiment:
         yield policy, engine
         return
@@ -220,7 +216,8 @@ def on_base_in(
     require(reason is None, f"{key}={other.quant.name} cannot run here: {reason}")
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
     devices = [policy.device] if device == "cuda" else []
-    with phase(f"packing {experiment.model.name} in {other.quant.name}"), torch.random.fork_rng(devices):
+    made = f"{other.quant.name}, {other.quantizer.name}"
+    with phase(f"packing {experiment.model.name} in {made}"), torch.random.fork_rng(devices):
         copy = build_policy(other, base, device, policy)
     copy.digest, copy.folder = policy.digest, policy.folder
     where = f"model={experiment.model.name} with {key}={other.quant.name}"
@@ -233,13 +230,15 @@ def on_base_in(
 
 
 def ask(setup: Setup, evaluator: Evaluator) -> Evaluation | None:
-    """What `evaluator` says of the policy, on its base in the format `eval.quant`, which the settings name."""
+    """What `evaluator` says of the policy, on its base in `eval.quant` by `eval.quantizer`, which the settings name."""
     experiment, policy, engine, run, world = setup
-    with on_base_in("eval.quant", experiment.eval_format, experiment, policy, engine) as (asked, sampler):
+    other = experiment.answering
+    with on_base_of(other, "eval.quant", experiment, policy, engine) as (asked, sampler):
         evaluation = evaluator.evaluate(asked, sampler, experiment.task, run, experiment.seed, world)
         sampler.sleep()  # training needs its memory, and its counts are those of an evaluation
-    quant = experiment.eval_format or (experiment.merged_into or experiment.quant).name
-    return evaluation and replace(evaluation, settings=evaluation.settings | {"quant": quant})
+    quant = experiment.merged_into or experiment.quant if other is experiment else other.quant
+    settings = {"quant": quant.name, "quantizer": other.quantizer.name}
+    return evaluation and replace(evaluation, settings=evaluation.settings | settings)
 
 
 def ask_untrained(setup: Setup) -> Evaluation | None:
@@ -250,6 +249,8 @@ def ask_untrained(setup: Setup) -> Evaluation | None:
     experiment, policy, world = setup.experiment, setup.policy, setup.world
     folder = Path(experiment.root) / "cache" / "evaluations"
     key = key_of_untrained(vars(experiment), policy, experiment.model.remote_code(), world.size)
+    if experiment.answering.quantizer.calibration is not None:
+        key = None  # codes of a text that may be another one
     with alone(key if world.first else None, locks(), "the same evaluation of an untrained policy"):
         known = world.from_first(lambda: recall(key, folder))
         if known is not None:

@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
         base = base_checkpoint(experiment.model, experiment.task, experiment.root)
         with_text: Any = WithText(experiment.quantizer, text)
         device = resolve_device(experiment.device)
-        layers = load_packed(experiment.model, experiment.quant, with_text, experiment.task, base, device)[2]
+        layers = load_packed(experiment.model, experiment.quant, with_text, experiment.task, base, device).layers
         write_layers(given.out / "layers.parquet", layers, quant, quantizer)
         tables.append(pd.read_parquet(given.out / "layers.parquet"))
     pd.concat(tables).to_parquet(given.out / "layers.parquet", index=False, compression="zstd")

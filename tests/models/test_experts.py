@@ -90,7 +90,7 @@ def _dequantized(name: str, packed: Any) -> Any:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_packed_experts_compute_with_the_dequantized_weights(name: str, kind: str) -> None:
     model = copy.deepcopy(_base(name))
-    reports = quantize_model(model, FORMATS[kind])
+    reports = quantize_model(model, FORMATS[kind]).reports
     with torch.no_grad():
         logits, expected = model(IDS).logits, _dequantized(name, model)(IDS).logits
         assert (expected - _base(name)(IDS).logits).abs().max() > 0.05  # packing changed something
@@ -432,7 +432,7 @@ def test_a_published_gpt_oss_is_dequantized_for_other_formats(
 ) -> None:
     folder, expected = released
     model = skeleton(folder, torch.bfloat16)
-    reports = quantize_model(model, FORMATS[kind], source=CheckpointReader(folder, "cpu"))
+    reports = quantize_model(model, FORMATS[kind], source=CheckpointReader(folder, "cpu")).reports
     assert expected.keys() < reports.keys() and "model.layers.0.self_attn.q_proj" in reports
     for path, weight in expected.items():
         error = (_parameter(model.get_submodule(path)) - weight.float()).norm() / weight.float().norm()

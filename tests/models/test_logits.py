@@ -183,7 +183,7 @@ PROMPTS = [_sequences()[0][:13], _sequences()[1][:1], _sequences()[2][:7]]
 def _sampler(name: str, quant: str = "bf16", device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
     """As much of a policy as sampling needs. One token in twelve ends a completion, so that rows leave the batch."""
     model = _model(name)
-    layers = quantize_model(model, NVFP4_SPEC) if quant == "nvfp4" else {}
+    layers = quantize_model(model, NVFP4_SPEC).reports if quant == "nvfp4" else {}
     model = model.to(device, dtype)
     head, fused = head_of(model), device == "cuda"
     assert enable_attention(decoder_of(model)) is None

@@ -102,7 +102,7 @@ def _configure(folder: Path, entry: dict[str, Any] | None) -> None:
 def _load(folder: Path, *words: str) -> tuple[Any, dict[str, LayerReport]]:
     words = ("model=hub", f"model.id={folder}", "model.dtype=float32", "device=cpu", *(words or ("quant=nvfp4",)))
     experiment = build_experiment(compose([*words]))
-    model, _, reports = load_packed(
+    model, _, reports, *_ = load_packed(
         experiment.model, experiment.quant, experiment.quantizer, experiment.task, None, "cpu"
     )
     return model, reports

@@ -556,11 +556,11 @@ def test_json_lines_are_split_at_newlines_alone(tmp_path: Path) -> None:
     from qerl_bench.model.byte_tokenizer import byte_tokenizer
 
     tokenizer, task = byte_tokenizer(), None
-    found = Calibration(file=str(file), samples=3, length=99, seed=0).sequences(tokenizer, task, None)  # type: ignore[arg-type]
+    found = Calibration(file=str(file), samples=3, length=99, seed=0).text(tokenizer, task, None).sequences  # type: ignore[arg-type]
     assert [tokenizer.decode(ids) for ids in found] == [text] * 3
     file.write_bytes(b'{"text": "\xff"}\n')
     with pytest.raises(ConfigError, match=r"calibration\.file=.*UTF-8"):
-        Calibration(file=str(file), samples=1, length=9, seed=0).sequences(tokenizer, task, None)  # type: ignore[arg-type]
+        Calibration(file=str(file), samples=1, length=9, seed=0).text(tokenizer, task, None)  # type: ignore[arg-type]
 
 
 def test_metrics_are_split_at_newlines_alone(tmp_path: Path) -> None:

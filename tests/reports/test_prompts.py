@@ -132,9 +132,9 @@ def test_calibration_text_begins_with_bos(tmp_path: Path) -> None:
     lines, text = tmp_path / "texts.jsonl", tmp_path / "text.txt"
     lines.write_text("".join(json.dumps({"text": f"text {i} \u2028"}, ensure_ascii=False) + "\n" for i in range(3)))
     text.write_text("a longer text")
-    made = Calibration(file=str(lines), samples=3, length=6, seed=0).sequences(base, task, None)
+    made = Calibration(file=str(lines), samples=3, length=6, seed=0).text(base, task, None).sequences
     assert made == [base(f"text {i} \u2028")["input_ids"][:6] for i in range(3)]
-    made = Calibration(file=str(text), samples=2, length=6, seed=0).sequences(base, task, None)
+    made = Calibration(file=str(text), samples=2, length=6, seed=0).text(base, task, None).sequences
     assert [*made[0], *made[1]] == base("a longer text")["input_ids"][:12]
 
 

@@ -26,7 +26,7 @@ from qerl_bench.model.preflight import check_sites
 from qerl_bench.options.fingerprint import as_dict, fingerprint
 from qerl_bench.process.device import PhaseTimer
 from qerl_bench.quant.linear import PackedLinear
-from qerl_bench.run_setup import on_base_in
+from qerl_bench.run_setup import on_base_of
 from qerl_bench.rundir.finished_run import with_later_keys
 from qerl_bench.rundir.run_checks import refuse_other_config
 from qerl_bench.train.batch import make_batch
@@ -212,7 +212,10 @@ def test_recorded_decoding_samples_what_transformers_samples(make_policy: MakePo
 def test_a_base_in_another_format_samples_with_it(make_policy: MakePolicy, make_experiment: MakeExperiment) -> None:
     words = on_adapters("rollout.quant=nvfp4")
     experiment, policy = make_experiment("quant=bf16", *words), make_policy(*words, quant="bf16", adapted=True)
-    with on_base_in("rollout.quant", "nvfp4", experiment, policy, experiment.engine.build(policy)) as (copied, _):
+    with on_base_of(experiment.sampled, "rollout.quant", experiment, policy, experiment.engine.build(policy)) as (
+        copied,
+        _,
+    ):
         clean = logprobs(copied)
         with policy.noise.for_rollout(1, 0):
             assert (logprobs(copied) - clean).abs().max() > 1e-3

@@ -226,7 +226,7 @@ def test_noise_of_the_size_of_a_formats_error(
         noisy.append(((weight * (factor - 1)[None, :]).norm() / weight.norm()).item() ** 2)
     model = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(64, 64, bias=False)})
     model["q_proj"].weight.data.copy_(weights["model.layers.0.self_attn.q_proj"])
-    packed = quantize_model(model, experiment.aqn.format)["q_proj"].relative_error
+    packed = quantize_model(model, experiment.aqn.format).reports["q_proj"].relative_error
     assert (sum(noisy) / 50) ** 0.5 == pytest.approx(packed, rel=0.08)
     assert all(
         torch.equal(policy.model.get_submodule(name).base_layer.weight, weight) for name, weight in weights.items()

@@ -170,11 +170,11 @@ def test_packing_while_reading_gives_the_model_packed_after_loading(tmp_path: Pa
     folder = _plain(tmp_path / "plain", tied, **({"max_shard_size": shards} if shards else {}))
     assert (len(list(folder.glob("*.safetensors"))) > 1) == (shards is not None)
     weights, model = CheckpointReader(folder, "cpu"), skeleton(folder, torch.bfloat16)
-    reports = quantize_model(model, FORMATS["nvfp4"], source=weights)
+    reports = quantize_model(model, FORMATS["nvfp4"], source=weights).reports
     whole = _packed(FORMATS["nvfp4"], tied)
     assert _bytes_of(model) == _bytes_of(whole)
     assert torch.equal(_logits(model), _logits(whole))
-    assert reports == quantize_model(_model(tied), FORMATS["nvfp4"])
+    assert reports == quantize_model(_model(tied), FORMATS["nvfp4"]).reports
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 

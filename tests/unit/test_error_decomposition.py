@@ -180,7 +180,7 @@ def test_a_quantizer_that_needs_no_text_packs_the_same_with_some_and_has_its_out
     with_text = script("studies/quantizers/layer_errors.py").WithText(RTN, text)
     for name, quantizer in (("plain", RTN), ("with text", with_text)):
         packed = copy.deepcopy(model)
-        found[name] = quantize_model(packed, NVFP4_SPEC, quantizer=quantizer, sequences=[list(range(16))])
+        found[name] = quantize_model(packed, NVFP4_SPEC, quantizer=quantizer, sequences=[list(range(16))]).reports
     assert found["plain"].keys() == found["with text"].keys() and len(found["plain"]) == 7
     for layer, report in found["plain"].items():
         error = found["with text"][layer].output_error

@@ -854,7 +854,7 @@ def test_outliers_change_what_rounding_costs_and_nothing_else() -> None:
     for quant, outliers in [(quant, outliers) for quant in ("bf16", "nvfp4") for outliers in (0.0, 1.0)]:
         words = [*(f"model.{word}" for word in shape), f"model.outliers={outliers}", f"quant={quant}"]
         one = build(compose(["model=small/2m", "task=countdown", *words]))
-        model, _, _ = load_packed(one.model, one.quant, one.quantizer, one.task, None, "cpu")
+        model = load_packed(one.model, one.quant, one.quantizer, one.task, None, "cpu").model
         with torch.no_grad():
             logits[quant, outliers] = model(ids).logits
     assert torch.equal(logits["bf16", 0.0], logits["bf16", 1.0])

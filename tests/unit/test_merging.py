@@ -24,7 +24,7 @@ from qerl_bench.model_setup import build_policy
 from qerl_bench.options.fingerprint import fingerprint, scientific
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.packed_checkpoint import read_packed
-from qerl_bench.run_setup import on_base_in
+from qerl_bench.run_setup import on_base_of
 from qerl_bench.rundir.finished_run import without_training
 from qerl_bench.train.recorded_passes import why_not
 from tests.short_runs import steps_of
@@ -183,7 +183,10 @@ def test_from_a_16_bit_trainer_the_sum_is_rounded_once(
     policy = make_policy(*words[2:], *MERGED, quant="bf16", width=64, adapted=True, sharp=True)
     assert policy.merging is None  # the copy samples
     other = make_policy(*words[2:], *STE, quant="bf16", width=64, adapted=True, sharp=True)
-    with on_base_in("rollout.quant", "nvfp4", experiment, policy, experiment.engine.build(policy)) as (copy, _):
+    with on_base_of(experiment.sampled, "rollout.quant", experiment, policy, experiment.engine.build(policy)) as (
+        copy,
+        _,
+    ):
         merged, of_trainer = copy.merging.layers(), other.merging.layers()
         assert merged.keys() == of_trainer.keys()
         for path, one in merged.items():

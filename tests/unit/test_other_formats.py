@@ -17,7 +17,7 @@ from qerl_bench.config import build
 from qerl_bench.experiment import collect_rollouts, run_experiment
 from qerl_bench.model_setup import build_policy
 from qerl_bench.process.device import PhaseTimer
-from qerl_bench.run_setup import on_base_in
+from qerl_bench.run_setup import on_base_of
 from qerl_bench.rundir.finished_run import without_training
 from qerl_bench.studies.runs.load import load_run
 from tests.short_runs import killed_in_step
@@ -51,7 +51,9 @@ def test_it_is_the_policy_that_its_checkpoint_makes_on_that_base(
     with torch.no_grad():
         expected.model.model.norm.weight.copy_(policy.model.model.norm.weight)
     expected.load(tmp_path)
-    with on_base_in("eval.quant", other, experiment, policy, experiment.engine.build(policy)) as (copy, engine):
+    answering = experiment.in_format("eval.quant", other)
+    engine = experiment.engine.build(policy)
+    with on_base_of(answering, "eval.quant", experiment, policy, engine) as (copy, engine):
         assert vars(engine)["policy"] is copy is not policy
         assert torch.equal(logprobs(copy), logprobs(expected))
         assert not torch.equal(logprobs(copy), logprobs(policy))
@@ -66,7 +68,7 @@ def test_with_the_format_of_training_nothing_is_made(make_experiment: Any, make_
     experiment, policy = make_experiment("quant=nvfp4", "eval.quant=nvfp4"), make_policy()
     engine = experiment.engine.build(policy)
     for name in (None, "nvfp4"):
-        with on_base_in("eval.quant", name, experiment, policy, engine) as same:
+        with on_base_of(experiment.in_format("eval.quant", name), "eval.quant", experiment, policy, engine) as same:
             assert same == (policy, engine)
 
 
@@ -137,7 +139,7 @@ def test_rollouts_come_from_the_other_format_with_noise_and_adapter(
             for parameter in adapted.trainable:
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     engine = experiment.engine.build(policy)
-    with on_base_in("rollout.quant", sampled, experiment, policy, engine) as (copy, sampler):
+    with on_base_of(experiment.sampled, "rollout.quant", experiment, policy, engine) as (copy, sampler):
         groups, _, measured = collect_rollouts(experiment, policy, sampler, 1, PhaseTimer("cpu"))
         assert torch.equal(logprobs(copy), logprobs(alone))  # the noise is out again
     expected, _, _ = collect_rollouts(other, alone, other.engine.build(alone), 1, PhaseTimer("cpu"))

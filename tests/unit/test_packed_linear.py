@@ -254,7 +254,7 @@ def test_bf16_leaves_layers_alone() -> None:
     model = Block().bfloat16()
     before = copy.deepcopy(model.state_dict())
     layers = [model.q_proj, model.o_proj]
-    reports = quantize_model(model, BF16(name="bf16"))
+    reports = quantize_model(model, BF16(name="bf16")).reports
     assert [model.q_proj, model.o_proj] == layers
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     report = reports["q_proj"]
@@ -284,7 +284,7 @@ def test_quantize_model_packs_all_but_the_head_and_frees_the_originals(spec: Any
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([Block(), Block()]), "lm_head": _linear(64, 7)})
     originals = [weakref.ref(m.weight) for m in model["layers"].modules() if isinstance(m, torch.nn.Linear)]
     heads = [model["lm_head"], *(block.lm_head for block in model["layers"])]
-    reports = quantize_model(model, spec)
+    reports = quantize_model(model, spec).reports
     names = [f"layers.{i}.{part}_proj" for i in (0, 1) for part in "qkvo"]
     assert list(reports) == names
     assert all(isinstance(model.get_submodule(name), PackedLinear) for name in names)
@@ -302,11 +302,11 @@ def test_relative_error_by_hand() -> None:
     linear = _linear(32, 1, bias=False)
     linear.weight.data = torch.tensor([[5.0, 4.0, *[0.0] * 30]])  # 5 rounds to 4 at scale 1
     model = torch.nn.Sequential(linear)
-    report = quantize_model(model, MXFP4_SPEC)["0"]
+    report = quantize_model(model, MXFP4_SPEC).reports["0"]
     assert (report.bytes, report.bits_per_weight) == (17, 4.25)
     assert report.relative_error == pytest.approx(1 / 41**0.5)
     linear.weight.data.zero_()
-    assert quantize_model(torch.nn.Sequential(linear), NVFP4_SPEC)["0"].relative_error == 0.0
+    assert quantize_model(torch.nn.Sequential(linear), NVFP4_SPEC).reports["0"].relative_error == 0.0
 
 
 @pytest.mark.parametrize(
@@ -332,13 +332,13 @@ def test_fused_siblings_share_a_tensor_scale_and_others_do_not() -> None:
     assert scale["0.q_proj"] == scale["0.k_proj"] == scale["0.v_proj"] == _fp32(1 / 672)  # 2688 / 4
     assert scale["1.q_proj"] == scale["1.k_proj"] == scale["1.v_proj"] < 1 / 2688
     assert scale["0.o_proj"] == scale["1.o_proj"] < 1 / 2688
-    assert quantize_model(torch.nn.Sequential(_linear(64, 64)), NVFP4_SPEC)["0"].relative_error < 0.12
+    assert quantize_model(torch.nn.Sequential(_linear(64, 64)), NVFP4_SPEC).reports["0"].relative_error < 0.12
 
 
 def test_a_layer_reachable_by_two_names_stays_one_layer() -> None:
     shared = _linear(64, 64)
     model = torch.nn.ModuleDict({"first": shared, "second": shared})
-    assert list(quantize_model(model, NVFP4_SPEC)) == ["first"]
+    assert list(quantize_model(model, NVFP4_SPEC).reports) == ["first"]
     assert isinstance(model["first"], PackedLinear) and model["first"] is model["second"]
 
 

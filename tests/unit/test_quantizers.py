@@ -338,7 +338,7 @@ def test_a_whole_model_under_every_quantizer(spec: Any, family: str) -> None:
     changes: dict[str, float] = {}
     for quantizer in (RTN, MSE, AWQ_SPEC, GPTQ_SPEC):
         packed = copy.deepcopy(model)
-        reports = quantize_model(packed, spec, quantizer=quantizer, sequences=SEQUENCES)
+        reports = quantize_model(packed, spec, quantizer=quantizer, sequences=SEQUENCES).reports
         assert len(reports) == 14 and sum(isinstance(m, PackedLinear) for m in packed.modules()) == 14
         assert next(iter(reports)) == "model.layers.0.self_attn.q_proj"
         assert all(
@@ -393,12 +393,12 @@ def test_calibration_needs_blocks() -> None:
 def test_text_from_the_task_is_its_training_split_with_stop_tokens() -> None:
     task = build(compose([])).task
     tokenizer = byte_tokenizer()
-    demonstrations = task.demonstrations(0, 5, 3)
+    demonstrations = task.calibration_demonstrations(5, 3)
     text = Calibration(file=None, samples=5, length=4096, seed=3)
-    assert [tokenizer.decode(ids) for ids in text.sequences(tokenizer, task, {})] == [
+    assert [tokenizer.decode(ids) for ids in text.text(tokenizer, task, {}).sequences] == [
         f"{d.prompt.messages[-1]['content']}\n{d.completion}{tokenizer.eos_token}" for d in demonstrations
     ]
-    short = dataclasses.replace(text, length=7).sequences(tokenizer, task, {})
+    short = dataclasses.replace(text, length=7).text(tokenizer, task, {}).sequences
     assert [len(ids) for ids in short] == [7] * 5
 
 
@@ -410,7 +410,7 @@ def test_text_from_files(tmp_path: Path) -> None:
 
     def read(path: Path, samples: int) -> list[str]:
         text = Calibration(file=str(path), samples=samples, length=4, seed=0)
-        return [str(tokenizer.decode(ids)) for ids in text.sequences(tokenizer, None, {})]  # type: ignore[arg-type]
+        return [str(tokenizer.decode(ids)) for ids in text.text(tokenizer, None, {}).sequences]  # type: ignore[arg-type]
 
     assert read(plain, 2) == ["abcd", "efgh"]
     assert read(lines, 3) == ["one", "twot", "thre"]

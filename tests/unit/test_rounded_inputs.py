@@ -253,7 +253,7 @@ def test_trainer_and_sampler_round_apart(make_config: Callable[..., Any], tmp_pa
 
 
 def test_the_sampler_is_the_policy_that_rounds_so(make_experiment: Any, make_policy: Any) -> None:
-    from qerl_bench.run_setup import on_base_in
+    from qerl_bench.run_setup import on_base_of
 
     ids = torch.arange(24).reshape(2, 12) % 97
 
@@ -264,11 +264,13 @@ def test_the_sampler_is_the_policy_that_rounds_so(make_experiment: Any, make_pol
     experiment, policy = make_experiment("quant=nvfp4"), make_policy(quant="nvfp4", sharp=True, adapted=True)
     expected = make_policy("quant.activations=mxfp4", quant="nvfp4", sharp=True, adapted=True)
     engine = experiment.engine.build(policy)
-    with on_base_in("rollout.quant", None, experiment, policy, engine, "mxfp4") as (copy, sampler):
+    other = experiment.in_format("rollout.quant", None, "mxfp4")
+    with on_base_of(other, "rollout.quant", experiment, policy, engine) as (copy, sampler):
         assert vars(sampler)["policy"] is copy is not policy and copy.rounding.kind == "mxfp4"
         assert torch.equal(logprobs(copy), logprobs(expected))
         assert not torch.equal(logprobs(copy), logprobs(policy))
-    with on_base_in("rollout.quant", "nvfp4", experiment, policy, engine, "none") as same:
+    other = experiment.in_format("rollout.quant", "nvfp4", "none")
+    with on_base_of(other, "rollout.quant", experiment, policy, engine) as same:
         assert same == (policy, engine)
 
 

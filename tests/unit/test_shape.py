@@ -249,9 +249,9 @@ def test_vllm_is_asked_for_exact_lengths_sample_by_sample(policy: Policy, monkey
 @pytest.mark.parametrize("quant", ["bf16", "nf4", "mxfp4", "nvfp4"])
 def test_packed_while_it_is_made_it_is_what_packing_the_whole_gives(quant: str) -> None:
     experiment = _experiment(f"quant={quant}")
-    model, _, reports = _load_packed(experiment)
+    model, _, reports, *_ = _load_packed(experiment)
     whole, tokenizer = experiment.model.load(None, "cpu")
-    assert list(reports) == list(quantize_model(whole, experiment.quant)) and len(reports) == 14
+    assert list(reports) == list(quantize_model(whole, experiment.quant).reports) and len(reports) == 14
     assert sum(isinstance(layer, PackedLinear) for layer in model.modules()) == (0 if quant == "bf16" else 14)
     ids = torch.arange(24).view(2, 12)
     with torch.no_grad():
@@ -368,7 +368,7 @@ def test_experts_are_packed_while_they_are_made(name: str) -> None:
     sizes = ("hidden_size=128", "num_hidden_layers=2", "num_attention_heads=4", "num_key_value_heads=2")
     words = [f"model.sizes.{size}" for size in (*sizes, *TINY_EXPERTS[name], "vocab_size=512")]
     experiment = _experiment(f"model=shape/{name}", "quant=nvfp4", "model.dtype=float32", *words)
-    model, _, reports = _load_packed(experiment)
+    model, _, reports, *_ = _load_packed(experiment)
     whole, _ = experiment.model.load(None, "cpu")
     experts = whole.model.layers[1].mlp.experts
     for weight in (experts.gate_up_proj, experts.down_proj):
@@ -376,7 +376,7 @@ def test_experts_are_packed_while_they_are_made(name: str) -> None:
         assert weight.float().square().sum(inputs).mean().item() == pytest.approx(1, rel=0.05)
         assert weight[0].std().item() == pytest.approx(weight.shape[inputs] ** -0.5, rel=0.1)
     assert not any(bool(p.any()) for n, p in whole.named_parameters() if n.endswith("bias"))
-    assert list(reports) == list(quantize_model(whole, experiment.quant)) and len(reports) == 2 * (4 + 2)
+    assert list(reports) == list(quantize_model(whole, experiment.quant).reports) and len(reports) == 2 * (4 + 2)
     ids = torch.arange(24).view(2, 12)
     with torch.no_grad():
         logits = model(input_ids=ids).logits

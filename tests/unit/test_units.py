@@ -11,7 +11,7 @@ import yaml
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.studies.conduct.probe_queue import probed, records
-from qerl_bench.studies.design.design import Design, read_design
+from qerl_bench.studies.design.design import Arm, Design, read_design
 from qerl_bench.studies.design.units import read_units
 
 HUB = {"common": ["model=hub", "model.id=x.gguf", "task=arithmetic"], "seeds": 2}
@@ -105,6 +105,15 @@ def test_the_details_of_a_probe_decide_its_file_but_formats_do_not(tmp_path: Pat
 def test_a_format_of_the_probe_alone_is_measured_too(tmp_path: Path) -> None:
     design = study(tmp_path, units={"dither": 2}, probe={"questions": 4, "samples": 2, "formats": ["nvfp4", "nf4"]})
     assert design.formats == ["bf16", "nvfp4", "nf4"] and not design.probe.details
+
+
+def test_a_format_by_another_quantizer_is_a_format_of_its_own(tmp_path: Path) -> None:
+    design = study(tmp_path, units={"dither": 2}, probe={"questions": 4, "samples": 2, "formats": ["nvfp4+gptq"]})
+    assert design.formats == ["bf16", "nvfp4", "nvfp4+gptq"]
+    assert design.plain("nvfp4+gptq").words == ["quant=nvfp4", "quantizer=gptq"]
+    arm = Arm(name="calibrated", tier=1, words=["quant=nvfp4", "quantizer=gptq"])
+    assert design.format_of(arm) == "nvfp4+gptq" and design.format_of(design.plain("nvfp4")) == "nvfp4"
+    assert design.answers_file(0, "nvfp4+gptq") != design.answers_file(0, "nvfp4")
 
 
 def test_a_unit_counts_without_a_format_that_no_arm_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

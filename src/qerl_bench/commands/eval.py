@@ -130,8 +130,9 @@ def reevaluate(
     All ranks of `world` call this; rank 0 writes the record.
     """
     trained, protocol = (build(without_training(one)) for one in (stored, cfg))
-    if eval_format := OmegaConf.select(cfg, "eval.quant"):  # no other copy of the base is needed
-        trained, protocol = (one.in_format("eval.quant", eval_format) for one in (trained, protocol))
+    if not (trained.quantizer.rescales or protocol.answering.quantizer.rescales):  # one copy of the base will do
+        quant, quantizer = (OmegaConf.select(cfg, f"eval.{key}") for key in ("quant", "quantizer"))
+        trained, protocol = (one.in_format("eval.quant", quant, quantizer=quantizer) for one in (trained, protocol))
     require_gpu(protocol.device)
     protocol.eval.check(protocol.task)  # find faulty data before anything is written
     protocol.engine.check(protocol.device, protocol.quant)

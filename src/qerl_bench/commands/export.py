@@ -76,6 +76,7 @@ def pack(words: list[str]) -> None:
     config_entry(experiment.quant, [], "bfloat16")  # refuses formats that pack nothing
     require_gpu(experiment.device)
     experiment.model.check_files()
+    experiment.check_calibration()
     with hidden_packages():
         from qerl_bench.model.load import load_packed
         from qerl_bench.model_setup import base_checkpoint
@@ -86,7 +87,7 @@ def pack(words: list[str]) -> None:
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
     device, quantizer = resolve_device(experiment.device), experiment.quantizer
     with naming(source_of(experiment.model)):
-        model, tokenizer, layers = load_packed(
+        model, tokenizer, layers, *_ = load_packed(
             experiment.model, experiment.quant, quantizer, experiment.task, base, device
         )
     export(model, tokenizer, experiment.quant, out)

@@ -24,6 +24,7 @@ import pyarrow.parquet as parquet
 from qerl_bench.checks import TEMPERATURES, check_fields, count, is_number, number, one_of, require
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
+from qerl_bench.options.names import format_words
 from qerl_bench.options.user_options import split_search_path
 from qerl_bench.process.arguments import KeyValueParser, output_folder, unwritable
 from qerl_bench.process.cards import require_gpu
@@ -41,7 +42,11 @@ def parser() -> KeyValueParser:
     found = KeyValueParser(__doc__)
     found.add_argument("words", nargs="*", help="options of a run, such as model=qwen3-4b task=gsm8k")
     listed = {
-        "formats": (str, list(FORMATS), "weight formats; others are compared with the first"),
+        "formats": (
+            str,
+            list(FORMATS),
+            "weight formats, nvfp4+gptq by a quantizer; others are compared with the first",
+        ),
         "answer-formats": (str, None, f"of {', '.join(ANSWER_FORMATS)} (default: all)"),
         "temperatures": (float, [0.0, 0.6, 1.0], "to answer at, 0 is greedy (default: 0,0.6,1)"),
         "sigmas": (float, [], "sizes of noise to measure (default: none)"),
@@ -72,11 +77,13 @@ def main(arguments: list[str]) -> None:
     check(options, words)
     experiments: dict[str, Experiment] = {}
     for quant in options.formats:
-        experiments[quant] = build(compose([*words, f"quant={quant}"]))
+        experiments[quant] = build(compose([*words, *format_words(quant)]))
         require_gpu(experiments[quant].device)
     first = experiments[options.formats[0]]
     first.model.check_files()
     first.task.check()
+    for experiment in experiments.values():
+        experiment.check_calibration()
     out = options.out or Path(first.root) / "probes" / f"{first.model.name}-{first.task.name}"
     reason = unwritable(out)
     require(reason is None, f"cannot write to {out}: {reason}; give another folder, out=DIR")
@@ -134,6 +141,6 @@ def check(options: Any, words: Sequence[str]) -> None:
         values = [f"{one}" for one in getattr(options, key) or ()]
         require(len({*values}) == len(values), f"{key}={','.join(values)} names one twice")
     require(
-        "quant" not in keys_of(words),
-        "quant is one format, and a probe compares several: formats=bf16,nvfp4 lists them",
+        not {"quant", "quantizer"} & keys_of(words),
+        "quant and quantizer are those of one format, and a probe compares several: formats=bf16,nvfp4+gptq lists them",
     )

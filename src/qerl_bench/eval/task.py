@@ -63,6 +63,7 @@ class TaskEvaluation:
     every: int | None
     every_questions: int
     quant: str | None
+    quantizer: str | None
 
     def __post_init__(self) -> None:
         check_fields(
@@ -79,6 +80,7 @@ class TaskEvaluation:
             every=optional(count(0)),
             every_questions=count(),
             quant=optional(text),
+            quantizer=optional(text),
         )
         require(
             (self.k or 1) <= self.samples,

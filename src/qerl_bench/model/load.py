@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qerl_bench.checks import require
 from qerl_bench.model.hub import HubModel
@@ -25,6 +25,7 @@ from qerl_bench.quant.packed_config import RELEASED, quantization_config
 from qerl_bench.quant.packed_share import weights_of
 from qerl_bench.quant.weight_files import left_out, weight_files
 from qerl_bench.quantizer.apply import quantize_model
+from qerl_bench.quantizer.rescaling import Rescaling
 
 log = logging.getLogger(__name__)
 ADAPTER = "adapter_config.json"  # of PEFT
@@ -38,10 +39,20 @@ if TYPE_CHECKING:
     from qerl_bench.task.base import Task
 
 
+class Loaded(NamedTuple):
+    """A packed model, its tokenizer, a report by layer, and what a calibrated quantizer read and moved."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    layers: dict[str, LayerReport]
+    rescaling: Rescaling
+    calibration: dict[str, str | int] | None  # `CalibrationText.record`; None without a text
+
+
 def load_packed(
     spec: Model, quant: WeightFormat, quantizer: Quantizer, task: Task, base: Path | None, device: str
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, LayerReport]]:
-    """The model with its linear layers in the format `quant`, its tokenizer, and a report by layer.
+) -> Loaded:
+    """The model with its linear layers in the format `quant`.
 
     Random weights and checkpoints are packed block by block while they are made or read. A packed checkpoint is taken
     as it is; its layers have no error to report, since nothing was rounded here. `task` is what a quantizer may
@@ -72,8 +83,12 @@ def load_packed(
             name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear | PackedMatrices)
         }
         reports = {name: unpacked_report(resident_bytes(layer), weights_of(layer)) for name, layer in layers.items()}
-        return model.to(device), spec.tokenizer(), reports
+        return Loaded(model.to(device), spec.tokenizer(), reports, Rescaling(), None)
 
+    calibration = quantizer.calibration if quant.bits_per_weight is not None else None
+    text = None if calibration is None else calibration.text(spec.tokenizer(), task, spec.template)
+    if text is not None:
+        log.info("quantizer=%s runs %s through the model", quantizer.name, text)
     model: Any
     source = None
     if isinstance(spec, RandomModel):
@@ -85,11 +100,11 @@ def load_packed(
         tokenizer = spec.tokenizer()
     else:
         model, tokenizer = spec.load(base, device)
-    calibration = quantizer.calibration if quant.bits_per_weight is not None else None
-    sequences = calibration.sequences(tokenizer, task, spec.template) if calibration is not None else []
+    sequences = [] if text is None else text.sequences
     require_rows(tokenizer, sequences, len(model.get_input_embeddings().weight), "quantizer.calibration")
-    reports = quantize_model(model, quant, quantizer=quantizer, sequences=sequences, source=source)
-    return model if source is None else model.to(device), tokenizer, reports
+    reports, rescaling = quantize_model(model, quant, quantizer=quantizer, sequences=sequences, source=source)
+    record = None if text is None else text.record()
+    return Loaded(model if source is None else model.to(device), tokenizer, reports, rescaling, record)
 
 
 def _say_what_is_left_out(folder: Path) -> None:

@@ -36,6 +36,7 @@ from qerl_bench.quant.activations import REASON as ROUNDED
 from qerl_bench.quant.activations import Rounding
 from qerl_bench.quant.error_decomposition import LayerReport
 from qerl_bench.quant.packed_share import packed_share
+from qerl_bench.quantizer.rescaling import Rescaling
 from qerl_bench.records import Demonstration, Message, Prompt
 from qerl_bench.task.chat_template import (
     Keywords,
@@ -96,6 +97,8 @@ class Policy:
         )
         self.experts = routed_experts(model, structure)
         self.training_cache: dict[str, Any] = {}  # what training makes of this policy once, and uses in each step
+        self.rescaling = Rescaling()  # what the quantizer moved between layers of the base
+        self.calibration: dict[str, Any] | None = None  # the text that it ran through the model
         self.base = "a base without a name"
         self.digest: str | None = None  # of its weights
         self.folder: Path | None = None  # where these are; None for weights made from a seed
@@ -262,22 +265,6 @@ class Policy:
         """The adapter's tensors under PEFT's names; empty where there is no adapter."""
         # By default PEFT asks the hub at every call whether the vocabulary has grown.
         return {} if self.adapter is None else get_peft_model_state_dict(self.adapter, save_embedding_layers=False)
-
-
-def share_all_but_base(model: PreTrainedModel, like: Policy) -> None:
-    """Give `model`, with its base in another format, what is trained in `like`, and its norms, embeddings and head."""
-    for name, norm in like.all_norms.items():  # the modules: noise takes the place of their parameters
-        model.set_submodule(name, norm)
-    own = dict(model.named_parameters(remove_duplicate=False))
-    for name, parameter in like.model.named_parameters(remove_duplicate=False):
-        require(
-            name in own or not parameter.requires_grad,
-            f"the base in the other format has no place for {name} of the adapter. Use lora.experts=false, or one "
-            "format",
-        )
-        if name in own and own[name].shape == parameter.shape and own[name].dtype == parameter.dtype:
-            owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._parameters[leaf] = parameter
 
 
 def prepare_attention(decoder: PreTrainedModel) -> bool:

@@ -30,6 +30,7 @@ ADDED_LATER: dict[str, Any] = {  # with what earlier runs did; these keys have a
     "engine.dequantized_gib": 0.0,
     "engine.tf32": False,
     "eval.quant": None,
+    "eval.quantizer": None,
     "eval.at": [],
     "eval.at_greedy": True,
     "rollout.quant": None,

@@ -55,6 +55,17 @@ def check_option_names(cfg: DictConfig, runtime: RuntimeConf) -> None:
     refuse_foreign_classes(OmegaConf.to_container(cfg, resolve=False), "", folders)
 
 
+def format_name(quant: str, quantizer: str) -> str:
+    """What a weight format is called among others: nvfp4, or nvfp4+gptq if its codes are not the nearest ones."""
+    return quant if quantizer == "rtn" else f"{quant}+{quantizer}"
+
+
+def format_words(name: str) -> list[str]:
+    """The words of a run in the format that `format_name` calls so."""
+    quant, _, quantizer = name.partition("+")
+    return [f"quant={quant}", *([f"quantizer={quantizer}"] if quantizer else [])]
+
+
 def search_folders(runtime: RuntimeConf) -> list[Path]:
     """The folders in which Hydra found options: conf/ and those of hydra.searchpath, file:// or pkg://, in order."""
     folders = []

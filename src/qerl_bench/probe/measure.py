@@ -89,6 +89,7 @@ def measure(
         "norm_scale": policy.noise.median_scale(),
         "tokens_per_s": sum(one.tokens for one in asked) / (sum(one.seconds for one in asked) - recording),
         "weights_gib": weights_gib(policy),
+        **({} if policy.calibration is None else {"calibration": policy.calibration}),
         "memory_gib": memory,
         "started": started,
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),

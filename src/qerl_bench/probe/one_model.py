@@ -61,7 +61,7 @@ def probe(experiments: dict[str, Experiment], options: Any, chosen: bool) -> tup
         with phase(f"loading {experiment.model.name} in {quant}"):
             policy = build_policy(experiment, base, device)
         with closing(experiment.engine.build(policy)) as engine:
-            if quant == first.quant.name and isinstance(experiment.task, PromptTask):
+            if experiment is first and isinstance(experiment.task, PromptTask):
                 answer_formats, asked = in_answer_formats(experiment, engine, options)
                 parts += asked
                 best = best if chosen or not answer_formats else best_of(answer_formats, best)

@@ -10,7 +10,7 @@ from qerl_bench.experiment_spec import Experiment
 from qerl_bench.metrics import mean_entropy
 from qerl_bench.model.policy import Policy
 from qerl_bench.probe.bisection import find_sigma
-from qerl_bench.run_setup import on_base_in
+from qerl_bench.run_setup import on_base_of
 from qerl_bench.seeding import derive
 
 START = 0.1  # sigma that is tried first
@@ -25,8 +25,7 @@ def sigma_of_rise(
     noise, are measured with as many others.
     """
     search, check = (experiment.task.train_prompts(step, prompts, derive("dose")) for step in (1, 2))
-    rollout = experiment.rollout
-    with on_base_in("rollout.quant", rollout.quant, experiment, policy, engine, rollout.activations) as (_, sampler):
+    with on_base_of(experiment.sampled, "rollout.quant", experiment, policy, engine) as (_, sampler):
 
         def entropy(sigma: float) -> float:
             return mean_entropy(noisy_samples(experiment, policy, sampler, search, sigma, range(draws)))

@@ -11,7 +11,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -41,6 +41,7 @@ from qerl_bench.quantizer.calibrate import (
     shared_amax,
 )
 from qerl_bench.quantizer.calibration import batches
+from qerl_bench.quantizer.rescaling import Rescaling
 from qerl_bench.quantizer.rtn import RoundToNearest
 
 RTN = RoundToNearest(name="rtn")
@@ -55,6 +56,13 @@ class ParameterSource(Protocol):
         ...
 
 
+class Quantized(NamedTuple):
+    """A report on each packed layer, by name and in the model's order, and what the quantizer moved between layers."""
+
+    reports: dict[str, LayerReport]
+    rescaling: Rescaling
+
+
 @torch.no_grad()
 def quantize_model(
     model: torch.nn.Module,
@@ -63,11 +71,11 @@ def quantize_model(
     quantizer: Quantizer = RTN,
     sequences: Sequence[list[int]] = (),
     source: ParameterSource | None = None,
-) -> dict[str, LayerReport]:
+) -> Quantized:
     """Pack the linear layers and experts of `model` in place, freeing each original.
 
-    Blocks that the format keeps (`BlockFormat.kept`) stay as they are. Returns a report by layer name, in the model's
-    order; the name of an experts parameter stands for all its matrices.
+    Blocks that the format keeps (`BlockFormat.kept`) stay as they are. In the reports the name of an experts parameter
+    stands for all its matrices.
     A layer is skipped if an entry of `skip` is its name, a part of its dotted path, or several adjacent parts. Layers
     that engines fuse (`FUSED_SIBLINGS`) share one tensor scale. `sequences` are the token ids of the calibration text.
     Raises ConfigError if the format cannot run here, a width does not fit it, a weight is not finite, or the model has
@@ -98,6 +106,7 @@ def quantize_model(
         source.fill(model, [name for name, _ in model.named_parameters() if not name.startswith(f"{prefix}.")])
     inputs = first_block_inputs(model, blocks, batches(list(sequences))) if calibrated else []
     reports: dict[str, LayerReport] = {}
+    rescaling = Rescaling()
     progress = bar(layers_of_block.items(), f"packing, {weight_format.name} {quantizer.name}", len(blocks), "blocks")
     for index, (name, names) in enumerate(progress):
         block = blocks[index]
@@ -111,6 +120,7 @@ def quantize_model(
             before = run_block(block, index, inputs[0])
             quantizer.prepare(groups, weight_format)
             require_same_output(before, run_block(block, index, inputs[0]), name)
+            rescaling.add(groups, name, block)
             second_moments = {f"{name}.{layer}": group.second_moment for group in groups for layer in group.layers}
         own = UNPACKED if index in kept else weight_format
         reports |= _pack_layers(model, own, quantizer, names, second_moments)
@@ -121,7 +131,7 @@ def quantize_model(
             batch.hidden = run_block(block, index, batch)
         _return_freed_memory()
     reports |= _pack_layers(model, weight_format, quantizer, outside, {})
-    return {name: reports[name] for name, *_ in layers}
+    return Quantized({name: reports[name] for name, *_ in layers}, rescaling)
 
 
 def _pack_layers(

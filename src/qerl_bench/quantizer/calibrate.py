@@ -41,6 +41,7 @@ class InputGroup:
     previous: torch.nn.Linear | None = None  # x is linear in its output
     repeats: int = 1  # inputs per output of `previous` (grouped-query attention, head by head)
     head_size: int = 0  # set if repeats > 1
+    folded: torch.Tensor | None = None  # the input scales (K,) that were folded into its layers
 
     def averaged_over_repeats(self, scales: torch.Tensor) -> torch.Tensor:
         """`scales` (K,) with the geometric mean wherever several inputs come from one output of `previous`."""
@@ -52,6 +53,10 @@ class InputGroup:
         assert self.previous is not None and self.head_size > 0
         return scales.view(-1, self.repeats, self.head_size)
 
+    def per_output(self, scales: torch.Tensor) -> torch.Tensor:
+        """`scales` (K,) by output of the module that produces x."""
+        return self._by_head(scales)[:, 0].reshape(-1) if self.repeats > 1 else scales
+
     def fold_scales(self, scales: torch.Tensor) -> None:
         """Multiply the layers' weights by the input scales (K,), and divide the module that produces x by them."""
         for linear in self.layers.values():
@@ -60,12 +65,13 @@ class InputGroup:
             for parameter in self.norm.parameters(recurse=False):
                 parameter.copy_(parameter.to(torch.float32) / scales)
         elif self.previous is not None:
-            by_output = self._by_head(scales)[:, 0].reshape(-1) if self.repeats > 1 else scales
+            by_output = self.per_output(scales)
             weight, bias = self.previous.weight, self.previous.bias
             weight.copy_(weight.to(torch.float32) / by_output.unsqueeze(1))
             if bias is not None:
                 bias.copy_(bias.to(torch.float32) / by_output)
         self.second_moment = self.second_moment / torch.outer(scales, scales)
+        self.folded = scales
 
     def squared_output_error(self, scales: torch.Tensor, weight_format: BlockFormat) -> float:
         """Mean squared output error, summed over the layers, if they are packed under these input scales (K,)."""

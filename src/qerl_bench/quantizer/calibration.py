@@ -5,6 +5,7 @@ Its seed is not the run's seed, so that a sweep over seeds trains the same packe
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,30 @@ BATCH_SIZE = 16  # sequences per forward pass; limits memory
 class DemonstrationSource(Protocol):
     """The part of a task that calibration uses."""
 
-    def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]: ...
+    @property
+    def name(self) -> str: ...
+
+    def calibration_demonstrations(self, count: int, seed: int) -> list[Demonstration]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationText:
+    """The text that a quantizer ran through a model: where it is from, and its token ids, a list for each sequence."""
+
+    source: str
+    sequences: list[list[int]]
+
+    def __str__(self) -> str:
+        return f"{len(self.sequences)} sequences, {sum(map(len, self.sequences)):,} tokens, of {self.source}"
+
+    def record(self) -> dict[str, str | int]:
+        """Source, sequences, tokens, and the SHA-256 of the token ids as JSON."""
+        return {
+            "source": self.source,
+            "sequences": len(self.sequences),
+            "tokens": sum(map(len, self.sequences)),
+            "sha256": hashlib.sha256(json.dumps(self.sequences).encode()).hexdigest(),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,20 +69,42 @@ class Calibration:
     def __post_init__(self) -> None:
         check_fields(self, "quantizer.calibration", samples=count(), length=count(2), seed=count(0))
 
-    def sequences(
+    def check(self, task: DemonstrationSource) -> None:
+        """Raise ConfigError unless there is a text with enough samples, as far as that needs no tokenizer."""
+        if self.file is None:
+            task.calibration_demonstrations(self.samples, self.seed)
+            return
+        texts = self._texts(Path(self.file))
+        if self._has_lines:
+            self._require_enough(len(texts))
+
+    def text(
         self, tokenizer: PreTrainedTokenizerBase, task: DemonstrationSource, template: Keywords | None
-    ) -> list[list[int]]:
+    ) -> CalibrationText:
         """The token ids of each sample, demonstrations as in training with the model's `template`.
 
-        Raises ConfigError if the file cannot be read or holds too few.
+        Raises ConfigError if the file cannot be read, or if it or the task has too few.
         """
-        if self.file is not None:
-            return self._from_file(tokenizer, Path(self.file))
-        demonstrations = task.demonstrations(0, self.samples, self.seed)
-        prompts, completions = demonstration_ids(tokenizer, demonstrations, template)
-        return [[*pair[0], *pair[1]][: self.length] for pair in zip(prompts, completions, strict=True)]
+        if self.file is None:
+            demonstrations = task.calibration_demonstrations(self.samples, self.seed)
+            prompts, completions = demonstration_ids(tokenizer, demonstrations, template)
+            samples = [[*pair[0], *pair[1]][: self.length] for pair in zip(prompts, completions, strict=True)]
+            return CalibrationText(source=f"task={task.name}, demonstrations of seed {self.seed}", sequences=samples)
+        path, length = Path(self.file), self.length
+        texts = [plain_ids(tokenizer, text) for text in self._texts(path)]
+        if self._has_lines:
+            samples = [ids[:length] for ids in texts]
+        else:
+            samples = [ids[i : i + length] for ids in texts for i in range(0, len(ids) - length + 1, length)]
+        self._require_enough(len(samples))
+        return CalibrationText(source=path.name, sequences=samples[: self.samples])
 
-    def _from_file(self, tokenizer: PreTrainedTokenizerBase, path: Path) -> list[list[int]]:
+    @property
+    def _has_lines(self) -> bool:
+        return str(self.file).endswith(".jsonl")
+
+    def _texts(self, path: Path) -> list[str]:
+        """The text of each line of a `.jsonl` file, or the one text of another."""
         require(
             path.is_file(),
             f"quantizer.calibration.file={path} is not a file; give a text or .jsonl file, or null for demonstrations "
@@ -70,18 +116,16 @@ class Calibration:
             raise ConfigError(
                 f"quantizer.calibration.file={path} cannot be read ({error}); give a text in UTF-8"
             ) from None
-        if path.suffix == ".jsonl":
-            lines = [_text_of(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-            samples = [plain_ids(tokenizer, line)[: self.length] for line in lines]
-        else:
-            ids = plain_ids(tokenizer, text)
-            samples = [ids[i : i + self.length] for i in range(0, len(ids) - self.length + 1, self.length)]
+        if not self._has_lines:
+            return [text]
+        return [_text_of(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+
+    def _require_enough(self, samples: int) -> None:
         require(
-            len(samples) >= self.samples,
-            f"quantizer.calibration.file={path} gives {len(samples)} samples of up to {self.length} tokens, fewer than "
+            samples >= self.samples,
+            f"quantizer.calibration.file={self.file} gives {samples} samples of up to {self.length} tokens, fewer than "
             f"quantizer.calibration.samples={self.samples}; use a longer file or fewer samples",
         )
-        return samples[: self.samples]
 
 
 def _text_of(path: Path, number: int, line: str) -> str:

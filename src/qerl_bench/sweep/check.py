@@ -81,6 +81,7 @@ def check(cfg: DictConfig) -> Experiment:
     experiment.model.check_files()
     experiment.engine.check(experiment.device, experiment.quant)
     experiment.task.check()
+    experiment.check_calibration()
     experiment.reward.check(experiment.task)
     if not experiment.algo.on_policy:
         experiment.task.demonstrations(step=1, count=1, seed=experiment.seed)  # a task may have none

@@ -45,6 +45,12 @@ class TaskBase:
     def warm_start_overrides(self) -> list[str]:
         return []
 
+    def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
+        raise NotImplementedError
+
+    def calibration_demonstrations(self, count: int, seed: int) -> list[Demonstration]:
+        return self.demonstrations(0, count, seed)
+
     def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
         return [self.reward(rollout.prompt, rollout.text, finished=rollout.finished) for rollout in rollouts]
 
@@ -86,6 +92,13 @@ class Task(Protocol):
 
     def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
         """Training prompts with completions to imitate, for algo=sft: a pure function of its arguments."""
+        ...
+
+    def calibration_demonstrations(self, count: int, seed: int) -> list[Demonstration]:
+        """Training prompts with completions that a quantizer runs through the model: the same for every run.
+
+        Raises ConfigError if the task has not so many.
+        """
         ...
 
     def warm_start_overrides(self) -> list[str]:

@@ -91,6 +91,22 @@ class DatasetTask(PromptTask):
             )
         return demonstrations
 
+    def calibration_demonstrations(self, count: int, seed: int) -> list[Demonstration]:
+        """Those of the first step of a run with this seed; steps count from 1."""
+        instead = "quantizer.calibration.file=TEXT"
+        require(
+            self.train is not None,
+            f"task={self.name} is for evaluation only and has no training questions to calibrate a quantizer on; give "
+            f"a text, {instead}",
+        )
+        rows = len(self._train_rows)
+        require(
+            count <= rows,
+            f"quantizer.calibration.samples={count} is more than the {rows} training questions of task={self.name}; "
+            f"use at most {rows}, or a text, {instead}",
+        )
+        return self.demonstrations(1, count, seed)
+
     def rows(self, split: str) -> tuple[QuestionRow, ...]:
         """The rows of the `train` or `test` split, read once."""
         return self._train_rows if split == "train" else self._eval_rows

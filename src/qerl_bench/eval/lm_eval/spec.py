@@ -44,9 +44,11 @@ class LMEval:
     protocol: str
     questions: int | None
     quant: str | None
+    quantizer: str | None
 
     def __post_init__(self) -> None:
-        check_fields(self, "eval", protocol=one_of(*PROTOCOLS), questions=optional(count()), quant=optional(text))
+        check_fields(self, "eval", protocol=one_of(*PROTOCOLS), questions=optional(count()))
+        check_fields(self, "eval", quant=optional(text), quantizer=optional(text))
 
     def check(self, task: Task) -> None:
         """Raise ConfigError if lm-eval or its benchmark is missing, or the task has too few held-out questions."""

@@ -55,7 +55,7 @@ def probe_base(design: Design, base: int, formats: Sequence[str]) -> None:
         plain = build(compose(design.base_words(design.plain(quant), base)))
         device = prepare_device(plain.device, plain.quant)
         checkpoint = base_checkpoint(plain.model, plain.task, plain.root)
-        asker = partial(detailed_answers, base, reference, checkpoint) if detailed else answers
+        asker = partial(detailed_answers, base, quant, reference, checkpoint) if detailed else answers
         asked: dict[str, Asked] = {} if quant in record["formats"] else {ANSWERS: (asker, plain)}
         noisy = {arm.name: build(compose(design.words(arm, base, 0, sigma=1.0))) for arm in dosed}
         for one in noisy.values():
@@ -115,6 +115,7 @@ def answers(design: Design, experiment: Experiment, policy: Policy, engine: Roll
 
 def detailed_answers(
     base: int,
+    quant: str,
     reference: Reference,
     checkpoint: Path | None,
     design: Design,
@@ -124,10 +125,10 @@ def detailed_answers(
 ) -> dict[str, Any]:
     """All that a probe with details has of one format; its answers go to a file. The first format is the reference."""
     first, wanted = design.formats[0], wanted_of(design, base)
-    if reference.policy is None and experiment.quant.name != first:  # measured in an earlier call
+    if reference.policy is None and quant != first:  # measured in an earlier call
         again_asked(design, base, reference, checkpoint, policy.device.type)
     found, rows = measure(experiment, policy, engine, wanted, reference)
-    file = design.answers_file(base, experiment.quant.name)
+    file = design.answers_file(base, quant)
     file.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(rows, file, compression="zstd")
     return found

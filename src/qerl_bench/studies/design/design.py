@@ -39,6 +39,7 @@ from qerl_bench.checks import (
 )
 from qerl_bench.options.composer import Composer
 from qerl_bench.options.fingerprint import fingerprint, flat
+from qerl_bench.options.names import format_name, format_words
 from qerl_bench.rundir.checkpoints import is_finished
 from qerl_bench.studies.design.limits import GateLimits, read_limits
 from qerl_bench.studies.design.primary import Primary, read_primary
@@ -154,10 +155,10 @@ class Design:
         """The format alone, as a base is asked in it: options of an arm, such as its temperature, would change what is
         compared.
         """
-        return Arm(name=quant, tier=1, words=[f"quant={quant}"])
+        return Arm(name=quant, tier=1, words=format_words(quant))
 
     def format_of(self, arm: Arm) -> str:
-        return self.option(arm, "quant")["name"]
+        return format_name(*(self.option(arm, axis)["name"] for axis in ("quant", "quantizer")))
 
     def base_words(self, arm: Arm, base: int) -> list[str]:
         return [*self.common, *arm.words, *self.units[base].words]
