@@ -1,5 +1,5 @@
 """`qerl-bench figure controls`, as a script."""
 
-from qerl_bench.commands.figure import as_script
+from qerl_studies.commands.figure import as_script
 
 main = as_script(__name__, "controls")

@@ -3,14 +3,14 @@
 python analysis/match_temperature.py runs/ --noisy nvfp4 --sigma 1e-2
 """
 
-from qerl_bench.checks import require
-from qerl_bench.commands.exits import guarded
-from qerl_bench.statistics import mean_ci
-from qerl_bench.studies.design.looks import shown_runs
-from qerl_bench.studies.figures.noise import SIGMA_FACTORS, entropies, matched_temperature, with_constant_sigma
-from qerl_bench.studies.figures.read import select
-from qerl_bench.studies.runs.comparable import load_runs
-from qerl_bench.studies.runs.script import parser_for
+from qerl_core.checks import require
+from qerl_core.exits import guarded
+from qerl_core.statistics import mean_ci
+from qerl_studies.design.looks import shown_runs
+from qerl_studies.figures.noise import SIGMA_FACTORS, entropies, matched_temperature, with_constant_sigma
+from qerl_studies.figures.read import select
+from qerl_studies.runs.comparable import load_runs
+from qerl_studies.runs.script import parser_for
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -3,8 +3,8 @@
 python analysis/study_report.py studies/worlds-2026
 """
 
-from qerl_bench.commands.exits import guarded
-from qerl_bench.studies.report.sessions import main
+from qerl_core.exits import guarded
+from qerl_studies.report.sessions import main
 
 if __name__ == "__main__":
     guarded(main)

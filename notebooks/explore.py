@@ -16,11 +16,11 @@ def _():
 
     import marimo as mo
 
-    from qerl_bench.checks import ConfigError
-    from qerl_bench.studies.design.looks import shown_runs
-    from qerl_bench.studies.figures.style import FORMAT_COLORS, OTHER_COLORS, label_axes, panels, paper_style
-    from qerl_bench.studies.runs.comparable import load_runs, tidy
-    from qerl_bench.studies.runs.settings import Study
+    from qerl_core.checks import ConfigError
+    from qerl_studies.design.looks import shown_runs
+    from qerl_studies.figures.style import FORMAT_COLORS, OTHER_COLORS, label_axes, panels, paper_style
+    from qerl_studies.runs.comparable import load_runs, tidy
+    from qerl_studies.runs.settings import Study
 
     return (
         ConfigError,

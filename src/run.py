@@ -5,7 +5,8 @@ import sys
 try:
     from qerl_bench.__main__ import main
 except ModuleNotFoundError as missing:
-    if (missing.name or "").split(".")[0] in ("qerl_bench", "hydra_plugins"):  # which lie beside this file
+    ours = ("qerl_core", "qerl_studies", "qerl_bench", "hydra_plugins")  # which lie beside this file
+    if (missing.name or "").split(".")[0] in ours:
         raise
     sys.exit(
         f"error: {sys.executable} has no module {missing.name}. If you ran `make run` or `make setup`, type "

@@ -32,16 +32,16 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.commands.exits import guarded
-from qerl_bench.rundir.durable import atomically
-from qerl_bench.studies.conduct import archive
-from qerl_bench.studies.design.looks import at_last_look
-from qerl_bench.studies.design.sessions import PROBES, Sessions, read_study
-from qerl_bench.studies.report.sessions import contents
-from qerl_bench.studies.runs.collect import TableWriter
-from qerl_bench.studies.runs.committed import ANSWERS, SETTINGS, TIDY, schema_of
-from qerl_bench.studies.runs.load import Run
+from qerl_bench.conduct import archive
+from qerl_core.checks import ConfigError
+from qerl_core.exits import guarded
+from qerl_core.rundir.durable import atomically
+from qerl_studies.design.looks import at_last_look
+from qerl_studies.design.sessions import PROBES, Sessions, read_study
+from qerl_studies.report.sessions import contents
+from qerl_studies.runs.collect import TableWriter
+from qerl_studies.runs.committed import ANSWERS, SETTINGS, TIDY, schema_of
+from qerl_studies.runs.load import Run
 
 TOKENS = 32  # lengths of answers are multiples of it: 0.3 tokens of error in the mean of 1,319
 TEXTS = 4  # questions whose answers are kept as texts

@@ -17,10 +17,10 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from qerl_bench.checks import require
-from qerl_bench.commands.exits import exit_in_words
-from qerl_bench.options.composer import HYDRA_DEFAULTS, register_resolvers
-from qerl_bench.process.installation import CONF_DIR
+from qerl_core.checks import require
+from qerl_core.exits import exit_in_words
+from qerl_core.options.composer import HYDRA_DEFAULTS, register_resolvers
+from qerl_core.process.installation import CONF_DIR
 
 
 def sweep(studies: list[str]) -> str:

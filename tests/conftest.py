@@ -21,8 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from qerl_bench import config as configs
 from qerl_bench.config import build
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.options import user_options
-from qerl_bench.options.composer import Composer
+from qerl_core.options import user_options
+from qerl_core.options.composer import Composer
 
 if TYPE_CHECKING:
     from qerl_bench.aqn.injector import NoiseInjector

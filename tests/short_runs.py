@@ -21,7 +21,7 @@ CLOCKS = ("time", "speed/", "memory/")  # beginnings of what differs between equ
 def without_figures() -> Iterator[None]:
     """Runs in this block draw nothing, which takes longer than the steps of a tiny model."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qerl_bench.studies.figures.run.run_figures", lambda folder: None)
+        patch.setattr("qerl_studies.figures.run.run_figures", lambda folder: None)
         yield
 
 

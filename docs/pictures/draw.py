@@ -15,14 +15,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.quant.base import BlockFormat
-from qerl_bench.statistics import CONFIDENCE, Estimate, t_quantile
-from qerl_bench.studies.claims.evaluate import DIRECTION, SMALLNESS, evaluate_claims
-from qerl_bench.studies.claims.registry import QERL, claims_of
-from qerl_bench.studies.figures.style import BAND, FORMAT_COLORS, GRAY, panels, paper_style, save, small
-from qerl_bench.studies.runs.comparable import load_runs
+from qerl_core.checks import ConfigError
+from qerl_core.statistics import CONFIDENCE, Estimate, t_quantile
+from qerl_studies.claims.evaluate import DIRECTION, SMALLNESS, evaluate_claims
+from qerl_studies.claims.registry import QERL, claims_of
+from qerl_studies.figures.style import BAND, FORMAT_COLORS, GRAY, panels, paper_style, save, small
+from qerl_studies.runs.comparable import load_runs
 
 HERE = Path(__file__).resolve().parent
 STUDY = HERE.parents[1] / "studies" / "tiny"

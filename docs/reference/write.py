@@ -1,7 +1,7 @@
 """Writes values.md, metrics.md and claims.md beside this file: `python docs/reference/write.py`, if a source changed.
 
 values.md comes from the comments of conf/*.yaml, as `--explain` does, and from the checks of the options' classes;
-metrics.md from the definitions in qerl_bench/metrics.py; claims.md from conf/claim/*.yaml and the tables of verdicts in
+metrics.md from the definitions in qerl_core/metrics.py; claims.md from conf/claim/*.yaml and the tables of verdicts in
 studies/*/results, which a test makes again.
 """
 
@@ -17,14 +17,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from qerl_bench import metrics
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.options.explain import AXES, SEVERAL, root_groups
-from qerl_bench.options.files import Field, option_fields
-from qerl_bench.options.suggestions import keys_of_axis
-from qerl_bench.process.installation import CONF_DIR
-from qerl_bench.studies.claims.claim import Claim
-from qerl_bench.studies.claims.registry import QERL, families
+from qerl_core import metrics
+from qerl_core.options.explain import AXES, SEVERAL, root_groups
+from qerl_core.options.files import Field, option_fields
+from qerl_core.options.suggestions import keys_of_axis
+from qerl_core.process.installation import CONF_DIR
+from qerl_studies.claims.claim import Claim
+from qerl_studies.claims.registry import QERL, families
 
 HERE = Path(__file__).resolve().parent
 FEW = 4  # different defaults that a row shows
@@ -37,7 +37,7 @@ not go with others: then it is [refused](../errors.md). How options are combined
 """
 METRICS = """# All metrics
 
-Made by `docs/reference/write.py` from `src/qerl_bench/metrics.py`. A mean is taken once over all tokens or completions
+Made by `docs/reference/write.py` from `src/qerl_core/metrics.py`. A mean is taken once over all tokens or completions
 of a step, never over means of micro-batches. `env.json` of a run has the definitions that it was made with. The files:
 [runs](../runs.md).
 """

@@ -1,6 +1,6 @@
 """Tile sizes of the decode GEMM: a table measured per GPU, and a rule for shapes that are not in the table.
 
-Nothing is tuned while a model runs. `decode_h200.json` is shipped. `kernels/bench/gemm.py --search` measures shapes on
+Nothing is tuned while a model runs. `decode_h200.json` is shipped. `benchmarks/gemm.py --search` measures shapes on
 the GPU at hand and writes a table of the same form to the user's cache folder, which takes precedence. The `lora_rank`
 of an entry is the rank of the adapter in its measurement; shipped entries of a 7B from 64 tokens on have 32. For
 `mma_v2` there is no table: no card that needs it was at hand, so its rule is a guess, slow at 256 tokens on an H200.

@@ -1,3 +1,5 @@
 """QeRL-Bench: does quantization noise help reinforcement learning of language models, and what does it cost?"""
 
-__version__ = "0.1.0"
+from qerl_core import __version__
+
+__all__ = ["__version__"]

@@ -10,13 +10,13 @@ import sys
 from importlib import import_module
 from typing import NamedTuple
 
-from qerl_bench import __version__
-from qerl_bench.commands.exits import exit_in_words, one_line_warnings
-from qerl_bench.options.user_options import refuse_flag, with_search_path
 from qerl_bench.parallel import is_rank0_output, refuse_ranks
-from qerl_bench.process.arguments import wrapped
-from qerl_bench.process.children import end_with_parent
-from qerl_bench.process.terminal import lasting_output
+from qerl_core import __version__
+from qerl_core.exits import exit_in_words, one_line_warnings
+from qerl_core.options.user_options import refuse_flag, with_search_path
+from qerl_core.process.arguments import wrapped
+from qerl_core.process.children import end_with_parent
+from qerl_core.process.terminal import lasting_output
 
 
 class Command(NamedTuple):
@@ -68,6 +68,8 @@ COMMANDS = {
     "verdicts": Command("write the verdicts of any number of studies as one file of data", composes=True),
     "plan": Command("find out how many bases and seeds a claim needs", composes=True),
 }
+# They read runs and make none.
+READERS = {"report", "claims", "matrix", "verdicts", "compare", "figure", "plan", "collect", "check", "publish"}
 # What others call our commands.
 ELSEWHERE = {"train": "run", "evaluate": "eval", "merge": "export", "serve": "export", "resume": "run"}
 USAGE = "\n".join(
@@ -106,7 +108,8 @@ def main(words: list[str] | None = None) -> int:
         if not command.composes:
             refuse_flag(name, rest)
         rest = with_search_path(rest)
-        module = import_module(f"qerl_bench.commands.{name}")
+        package = "qerl_studies" if name in READERS else "qerl_bench"
+        module = import_module(f"{package}.commands.{name}")
         if hasattr(module, "USAGE") and {"-h", "--help"} & {*rest}:  # the others are helped by Hydra or argparse
             if is_rank0_output():
                 print(wrapped(module.USAGE), wrapped(module.__doc__ or ""), sep="\n\n")

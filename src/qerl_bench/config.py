@@ -12,14 +12,14 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from qerl_bench.checks import ConfigError, require
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.options.composer import Composer
-from qerl_bench.options.files import plain_keys
-from qerl_bench.options.fingerprint import plain
-from qerl_bench.options.names import check_class, make_option
-from qerl_bench.options.renamed_keys import outdated
-from qerl_bench.process.installation import CONF_DIR
+from qerl_core.checks import ConfigError, require
+from qerl_core.options.composer import Composer
+from qerl_core.options.files import plain_keys
+from qerl_core.options.fingerprint import plain
+from qerl_core.options.names import check_class, make_option
+from qerl_core.options.renamed_keys import outdated
+from qerl_core.process.installation import CONF_DIR
 
 
 def compose(overrides: list[str] | None = None) -> DictConfig:

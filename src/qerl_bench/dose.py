@@ -22,15 +22,15 @@ from qerl_bench.aqn.injector import NoiseInjector
 from qerl_bench.aqn.spec import NoiseSpec
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.metrics import entropy_ratio, mean, mean_entropy, mismatch_metrics
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import ALONE, World
-from qerl_bench.process.out_of_memory import NO_MEMORY, shortage, whole_or_halves
-from qerl_bench.process.progress import bar, phase
-from qerl_bench.records import Group, Prompt, Rollout
-from qerl_bench.seeding import derive
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.update import precision
+from qerl_core.metrics import entropy_ratio, mean, mean_entropy, mismatch_metrics
+from qerl_core.process.out_of_memory import NO_MEMORY, shortage, whole_or_halves
+from qerl_core.process.progress import bar, phase
+from qerl_core.records import Group, Prompt, Rollout
+from qerl_core.seeding import derive
 
 log = logging.getLogger(__name__)
 KL_TOKENS = 32_768  # of a forward pass, at most

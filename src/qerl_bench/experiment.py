@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from qerl_bench import dose, metrics
+from qerl_bench import dose
 from qerl_bench.algo.base import Algorithm
 from qerl_bench.aqn.injector import NoiseReport, noise_metrics
-from qerl_bench.checks import ConfigError, TrainingStopped, require
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.engine.merged import MergingEngine
 from qerl_bench.eval import formats
@@ -44,20 +43,9 @@ from qerl_bench.experiment_spec import Experiment
 from qerl_bench.logger.base import MetricsMirror
 from qerl_bench.model.context import require_one_rope
 from qerl_bench.model.policy import Policy
-from qerl_bench.options.fingerprint import as_dict
 from qerl_bench.parallel import ALONE, World, largest
-from qerl_bench.process import energy
-from qerl_bench.process.children import is_child
-from qerl_bench.process.device import PhaseTimer
-from qerl_bench.process.out_of_memory import memory_for
-from qerl_bench.process.progress import StepProgress, phase
-from qerl_bench.process.termination import Terminated, terminations_noted
 from qerl_bench.quant.error_decomposition import write_layers
-from qerl_bench.records import Group, numbered
 from qerl_bench.run_setup import Setup, evaluate, on_base_of, prepare_device, require_places, set_up, validate
-from qerl_bench.rundir.checkpoints import checkpoints, go_back, last_checkpoint, step_of
-from qerl_bench.rundir.run_dir import RunDir
-from qerl_bench.seeding import derive
 from qerl_bench.task.graded import all_checked
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.collapse import collapse
@@ -68,6 +56,19 @@ from qerl_bench.train.nonfinite import during
 from qerl_bench.train.reduced_sizes import shortages_of
 from qerl_bench.train.rollout_records import TokenColumns, kept_records
 from qerl_bench.train.update import make_optimizer, update
+from qerl_core import metrics
+from qerl_core.checks import ConfigError, TrainingStopped, require
+from qerl_core.options.fingerprint import as_dict
+from qerl_core.process import energy
+from qerl_core.process.children import is_child
+from qerl_core.process.device import PhaseTimer
+from qerl_core.process.out_of_memory import memory_for
+from qerl_core.process.progress import StepProgress, phase
+from qerl_core.process.termination import Terminated, terminations_noted
+from qerl_core.records import Group, numbered
+from qerl_core.rundir.checkpoints import checkpoints, go_back, last_checkpoint, step_of
+from qerl_core.rundir.run_dir import RunDir
+from qerl_core.seeding import derive
 
 log = logging.getLogger(__name__)
 HOST = torch.device("cpu")  # where a batch is made and split; its parts go to the GPU
@@ -95,10 +96,10 @@ def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE
             if not world.first:
                 return
             collapsed = collapse(run.metrics(), math.log(len(setup.policy.tokenizer)))
-        from qerl_bench.studies.figures.run import (
+        from qerl_studies.figures.run import (
             run_figures,  # after the run: pandas, scipy and matplotlib take a second
         )
-        from qerl_bench.studies.tables.terminal import no_gradient_warning, places, render, summary
+        from qerl_studies.tables.terminal import no_gradient_warning, places, render, summary
 
         if experiment.steps:
             with phase("drawing figures"):

@@ -15,7 +15,22 @@ from qerl_bench.algo.importance_sampling import ImportanceSampling
 from qerl_bench.algo.kl import KLPenalty
 from qerl_bench.aqn.base import Schedule
 from qerl_bench.aqn.spec import NoiseSpec
-from qerl_bench.checks import (
+from qerl_bench.engine.base import EngineSpec
+from qerl_bench.eval.base import Evaluator
+from qerl_bench.logger.base import LoggerSpec
+from qerl_bench.lora.base import Adapter
+from qerl_bench.model.base import Model
+from qerl_bench.model.context import context_of
+from qerl_bench.parallel import ParallelSpec
+from qerl_bench.quant.base import BlockFormat, WeightFormat
+from qerl_bench.quantizer.base import Quantizer
+from qerl_bench.reward.base import RewardSource
+from qerl_bench.task.base import Task
+from qerl_bench.task.graded import check_reward
+from qerl_bench.train.rollout_checks import check_merging, check_sampler
+from qerl_bench.train.spec import CheckpointSpec, OptimSpec, RolloutSpec, TrainSpec
+from qerl_bench.train.trained_weights import check_trained_weights
+from qerl_core.checks import (
     MAX_STEPS,
     ConfigError,
     at_most,
@@ -26,25 +41,10 @@ from qerl_bench.checks import (
     one_of,
     require,
 )
-from qerl_bench.engine.base import EngineSpec
-from qerl_bench.eval.base import Evaluator
-from qerl_bench.logger.base import LoggerSpec
-from qerl_bench.lora.base import Adapter
-from qerl_bench.model.base import Model
-from qerl_bench.model.context import context_of
-from qerl_bench.options import user_options
-from qerl_bench.options.files import options_of
-from qerl_bench.options.names import option
-from qerl_bench.parallel import ParallelSpec
-from qerl_bench.process.cards import DeviceCheck
-from qerl_bench.quant.base import BlockFormat, WeightFormat
-from qerl_bench.quantizer.base import Quantizer
-from qerl_bench.reward.base import RewardSource
-from qerl_bench.task.base import Task
-from qerl_bench.task.graded import check_reward
-from qerl_bench.train.rollout_checks import check_merging, check_sampler
-from qerl_bench.train.spec import CheckpointSpec, OptimSpec, RolloutSpec, TrainSpec
-from qerl_bench.train.trained_weights import check_trained_weights
+from qerl_core.options import user_options
+from qerl_core.options.files import options_of
+from qerl_core.options.names import option
+from qerl_core.process.cards import DeviceCheck
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from qerl_bench.aqn.format_error import packing_errors
 from qerl_bench.aqn.injector import NoiseInjector
 from qerl_bench.aqn.norm_errors import NormErrors
-from qerl_bench.checks import ConfigError, TrainingStopped, naming, require
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.adapters import adapted_layers
@@ -30,18 +29,19 @@ from qerl_bench.model.other_base import share_all_but_base
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.recompute import keep_matmuls, recompute_blocks
 from qerl_bench.model.structure import NormSite, Structure, structure_of
-from qerl_bench.options.user_options import words_in_use
-from qerl_bench.process.children import Child, wait
-from qerl_bench.process.installation import run_command
-from qerl_bench.process.out_of_memory import shortage
 from qerl_bench.quant.activations import round_inputs
 from qerl_bench.quant.error_decomposition import LayerReport
 from qerl_bench.quant.packed_share import routers
-from qerl_bench.rundir.checkpoints import check_checkpoint, is_finished, last_checkpoint
-from qerl_bench.rundir.locks import wait_for_lock
-from qerl_bench.rundir.refusals import CODE as REFUSED
-from qerl_bench.seeding import derive
 from qerl_bench.task.base import Task
+from qerl_core.checks import ConfigError, TrainingStopped, naming, require
+from qerl_core.options.user_options import words_in_use
+from qerl_core.process.children import Child, wait
+from qerl_core.process.installation import run_command
+from qerl_core.process.out_of_memory import shortage
+from qerl_core.rundir.checkpoints import check_checkpoint, is_finished, last_checkpoint
+from qerl_core.rundir.locks import wait_for_lock
+from qerl_core.rundir.refusals import CODE as REFUSED
+from qerl_core.seeding import derive
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from qerl_bench.checks import ConfigError, TrainingStopped, check_fields, flag, require
-from qerl_bench.process.termination import Terminated
+from qerl_core.checks import ConfigError, TrainingStopped, check_fields, flag, require
+from qerl_core.process.termination import Terminated
 
 if TYPE_CHECKING:
     import torch

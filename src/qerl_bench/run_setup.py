@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils import logging as transformers_logging
 
-from qerl_bench.checks import require
 from qerl_bench.engine.base import EngineSpec, RolloutEngine
 from qerl_bench.engine.sampled_check import sampled_check
 from qerl_bench.engine.shared import SharedEngine
@@ -34,15 +33,16 @@ from qerl_bench.model.remembered import alone, key_of, locks, passed_before, rec
 from qerl_bench.model.stock import Origin
 from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.parallel import ALONE, World
-from qerl_bench.process.device import device_name, multiplies_bf16, resolve_device
-from qerl_bench.process.gpu_share import keep_to_share
-from qerl_bench.process.out_of_memory import memory_for
-from qerl_bench.process.progress import phase
 from qerl_bench.quant.base import WeightFormat
-from qerl_bench.rundir.run_dir import RunDir
-from qerl_bench.seeding import derive
 from qerl_bench.train.nonfinite import during
 from qerl_bench.train.reduced_sizes import shortages_of
+from qerl_core.checks import require
+from qerl_core.process.device import device_name, multiplies_bf16, resolve_device
+from qerl_core.process.gpu_share import keep_to_share
+from qerl_core.process.out_of_memory import memory_for
+from qerl_core.process.progress import phase
+from qerl_core.rundir.run_dir import RunDir
+from qerl_core.seeding import derive
 
 log = logging.getLogger(__name__)
 # What preflight.json has of the comparisons with the untouched model.

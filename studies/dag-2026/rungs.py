@@ -19,16 +19,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from qerl_bench.checks import require
-from qerl_bench.commands.exits import guarded
+from qerl_bench.conduct.probe_queue import probed
 from qerl_bench.config import build, compose
-from qerl_bench.seeding import derive
-from qerl_bench.studies.conduct.probe_queue import probed
-from qerl_bench.studies.design.design import Design, read_design
-from qerl_bench.studies.design.limits import NO_SUCCESS, PASS_AT_1, PASS_AT_K
-from qerl_bench.studies.design.readings import Probe, pass_at
-from qerl_bench.studies.tables.markdown import markdown_table
 from qerl_bench.task.dag import Dag, operations_needed
+from qerl_core.checks import require
+from qerl_core.exits import guarded
+from qerl_core.seeding import derive
+from qerl_studies.design.design import Design, read_design
+from qerl_studies.design.limits import NO_SUCCESS, PASS_AT_1, PASS_AT_K
+from qerl_studies.design.readings import Probe, pass_at
+from qerl_studies.tables.markdown import markdown_table
 
 Rung = Mapping[str, float]  # what a base does with problems of so many operations
 

@@ -29,13 +29,13 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from qerl_bench.commands.exits import guarded
-from qerl_bench.seeding import derive
-from qerl_bench.studies.claims.claim import Claim
-from qerl_bench.studies.claims.evaluate import evaluate_claims
-from qerl_bench.studies.claims.registry import QERL, claims_of
-from qerl_bench.studies.runs.load import Run
-from qerl_bench.studies.tables.markdown import markdown_table
+from qerl_core.exits import guarded
+from qerl_core.seeding import derive
+from qerl_studies.claims.claim import Claim
+from qerl_studies.claims.evaluate import evaluate_claims
+from qerl_studies.claims.registry import QERL, claims_of
+from qerl_studies.runs.load import Run
+from qerl_studies.tables.markdown import markdown_table
 
 EFFECTS = (0.0, 0.5, 1.0, 2.0)  # margins
 DESIGNS = ((1, 8), (8, 2), (16, 2))  # bases, seeds of each

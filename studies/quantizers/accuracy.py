@@ -9,14 +9,14 @@ import math
 
 import pandas as pd
 
-from qerl_bench.checks import require
-from qerl_bench.commands.exits import guarded
-from qerl_bench.statistics import mean_ci_crossed, t_quantile
-from qerl_bench.studies.design.looks import shown_runs
-from qerl_bench.studies.runs.comparable import load_runs
-from qerl_bench.studies.runs.load import Run
-from qerl_bench.studies.runs.script import parser_for
-from qerl_bench.studies.tables.paper import Table, add_format, write_table
+from qerl_core.checks import require
+from qerl_core.exits import guarded
+from qerl_core.statistics import mean_ci_crossed, t_quantile
+from qerl_studies.design.looks import shown_runs
+from qerl_studies.runs.comparable import load_runs
+from qerl_studies.runs.load import Run
+from qerl_studies.runs.script import parser_for
+from qerl_studies.tables.paper import Table, add_format, write_table
 
 MODES = ("greedy", "sampled")
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pandas as pd
 
-from qerl_bench.commands.exits import guarded
 from qerl_bench.config import build, compose
-from qerl_bench.process.hidden_packages import hidden_packages
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.quantizer.calibration import Calibration
+from qerl_core.exits import guarded
+from qerl_core.process.hidden_packages import hidden_packages
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ def main(arguments: list[str] | None = None) -> None:
     with hidden_packages():
         from qerl_bench.model.load import load_packed
         from qerl_bench.model_setup import base_checkpoint
-        from qerl_bench.process.device import resolve_device
         from qerl_bench.quant.error_decomposition import write_layers
+        from qerl_core.process.device import resolve_device
     given.out.mkdir(parents=True, exist_ok=True)
     text = build(compose([*given.options, "quant=nvfp4", "quantizer=awq"])).quantizer.calibration
     assert text is not None

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from qerl_bench.commands.exits import guarded
-from qerl_bench.process.arguments import KeyValueParser
-from qerl_bench.rundir.durable import write_atomically
-from qerl_bench.statistics import mean_ci
-from qerl_bench.studies.design.sessions import read_study
-from qerl_bench.studies.report.probe_page import points
-from qerl_bench.studies.report.secondary import SAMPLED, bases_of, values_of
-from qerl_bench.studies.tables.markdown import markdown_table
+from qerl_core.exits import guarded
+from qerl_core.process.arguments import KeyValueParser
+from qerl_core.rundir.durable import write_atomically
+from qerl_core.statistics import mean_ci
+from qerl_studies.design.sessions import read_study
+from qerl_studies.report.probe_page import points
+from qerl_studies.report.secondary import SAMPLED, bases_of, values_of
+from qerl_studies.tables.markdown import markdown_table
 
 STUDY = Path(__file__).parent
 PAIRS = {"0.5B": ("05b", "05b-more"), "1.5B": ("15b", "15b-again")}

@@ -19,16 +19,16 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from qerl_bench.commands.exits import guarded
-from qerl_bench.process.arguments import KeyValueParser
-from qerl_bench.rundir.durable import write_atomically
-from qerl_bench.statistics import Estimate, found_among, mean_ci
-from qerl_bench.studies.conduct.archive import ANSWERS
-from qerl_bench.studies.design.readings import mixed_group
-from qerl_bench.studies.design.sessions import read_probes
-from qerl_bench.studies.figures.style import FULL_WIDTH, color, panels, paper_style, save
-from qerl_bench.studies.probes.numbers import PARTS
-from qerl_bench.studies.probes.over_units import (
+from qerl_bench.conduct.archive import ANSWERS
+from qerl_core.exits import guarded
+from qerl_core.process.arguments import KeyValueParser
+from qerl_core.rundir.durable import write_atomically
+from qerl_core.statistics import Estimate, found_among, mean_ci
+from qerl_studies.design.readings import mixed_group
+from qerl_studies.design.sessions import read_probes
+from qerl_studies.figures.style import FULL_WIDTH, color, panels, paper_style, save
+from qerl_studies.probes.numbers import PARTS
+from qerl_studies.probes.over_units import (
     Record,
     accuracy_gap,
     entropy_at,
@@ -39,8 +39,8 @@ from qerl_bench.studies.probes.over_units import (
     mean_of,
     measured_in,
 )
-from qerl_bench.studies.report.probe_page import bracketed, figures, markdown, points, times
-from qerl_bench.studies.tables.markdown import markdown_table
+from qerl_studies.report.probe_page import bracketed, figures, markdown, points, times
+from qerl_studies.tables.markdown import markdown_table
 
 HERE = Path(__file__).resolve().parent / "first-look"
 LIMITS = (512, 640, 768)  # tokens

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pandas as pd
 
-from qerl_bench.commands.exits import guarded
-from qerl_bench.process.arguments import KeyValueParser
-from qerl_bench.rundir.durable import write_atomically
-from qerl_bench.statistics import Estimate, mean_ci
-from qerl_bench.studies.runs.comparable import load_runs
-from qerl_bench.studies.runs.load import Run
-from qerl_bench.studies.runs.measure import late_mean
-from qerl_bench.studies.tables.markdown import markdown_table
+from qerl_core.exits import guarded
+from qerl_core.process.arguments import KeyValueParser
+from qerl_core.rundir.durable import write_atomically
+from qerl_core.statistics import Estimate, mean_ci
+from qerl_studies.runs.comparable import load_runs
+from qerl_studies.runs.load import Run
+from qerl_studies.runs.measure import late_mean
+from qerl_studies.tables.markdown import markdown_table
 
 HERE = Path(__file__).resolve().parent / "pilot"
 EARLY, LATE = (1, 5), (31, 40)  # steps

@@ -17,16 +17,16 @@ from typing import Any
 
 import pandas as pd
 
-from qerl_bench.checks import require
-from qerl_bench.commands.exits import guarded
-from qerl_bench.process.arguments import KeyValueParser
-from qerl_bench.rundir.durable import write_atomically
-from qerl_bench.statistics import mean_ci
-from qerl_bench.studies.design.design import read_design
-from qerl_bench.studies.design.sessions import read_sessions
-from qerl_bench.studies.report.probe_page import points
-from qerl_bench.studies.runs.committed import TIDY
-from qerl_bench.studies.tables.markdown import markdown_table
+from qerl_core.checks import require
+from qerl_core.exits import guarded
+from qerl_core.process.arguments import KeyValueParser
+from qerl_core.rundir.durable import write_atomically
+from qerl_core.statistics import mean_ci
+from qerl_studies.design.design import read_design
+from qerl_studies.design.sessions import read_sessions
+from qerl_studies.report.probe_page import points
+from qerl_studies.runs.committed import TIDY
+from qerl_studies.tables.markdown import markdown_table
 
 STUDY = Path(__file__).parent
 LEAST = 3  # copies for an interval

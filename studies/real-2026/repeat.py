@@ -20,19 +20,19 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from qerl_bench.checks import require
-from qerl_bench.commands.exits import guarded
 from qerl_bench.commands.study import main as conduct
-from qerl_bench.process.arguments import KeyValueParser
-from qerl_bench.rundir.checksums import digest
-from qerl_bench.rundir.durable import write_atomically
-from qerl_bench.statistics import mean_ci
-from qerl_bench.studies.design.design import read_design
-from qerl_bench.studies.design.looks import at_last_look, counted
-from qerl_bench.studies.design.primary import MEASURES
-from qerl_bench.studies.design.sessions import Sessions, read_sessions, read_study
-from qerl_bench.studies.report.primary import differences
-from qerl_bench.studies.tables.markdown import markdown_table
+from qerl_core.checks import require
+from qerl_core.exits import guarded
+from qerl_core.process.arguments import KeyValueParser
+from qerl_core.rundir.checksums import digest
+from qerl_core.rundir.durable import write_atomically
+from qerl_core.statistics import mean_ci
+from qerl_studies.design.design import read_design
+from qerl_studies.design.looks import at_last_look, counted
+from qerl_studies.design.primary import MEASURES
+from qerl_studies.design.sessions import Sessions, read_sessions, read_study
+from qerl_studies.report.primary import differences
+from qerl_studies.tables.markdown import markdown_table
 
 HERE = Path(__file__).resolve().parent
 MODELS = {  # repository and file on the hub, SHA-256

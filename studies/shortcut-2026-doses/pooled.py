@@ -14,12 +14,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from qerl_bench.checks import require
-from qerl_bench.commands.exits import guarded
-from qerl_bench.statistics import mean_ci, t_quantile
-from qerl_bench.studies.design.design import Arm
-from qerl_bench.studies.design.readings import by_base, final
-from qerl_bench.studies.design.sessions import Sessions, read_study
+from qerl_core.checks import require
+from qerl_core.exits import guarded
+from qerl_core.statistics import mean_ci, t_quantile
+from qerl_studies.design.design import Arm
+from qerl_studies.design.readings import by_base, final
+from qerl_studies.design.sessions import Sessions, read_study
 
 
 def main(arguments: list[str] | None = None) -> None:

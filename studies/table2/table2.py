@@ -22,13 +22,13 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from qerl_bench.checks import require
-from qerl_bench.commands.exits import guarded
-from qerl_bench.studies.design.looks import shown_runs
-from qerl_bench.studies.runs.comparable import load_runs
-from qerl_bench.studies.runs.load import Run
-from qerl_bench.studies.runs.script import parser_for
-from qerl_bench.studies.tables.paper import Table, add_format, write_table
+from qerl_core.checks import require
+from qerl_core.exits import guarded
+from qerl_studies.design.looks import shown_runs
+from qerl_studies.runs.comparable import load_runs
+from qerl_studies.runs.load import Run
+from qerl_studies.runs.script import parser_for
+from qerl_studies.tables.paper import Table, add_format, write_table
 
 SETS = {"math500": 500, "aime24": 30, "aime25": 30, "amc23": 40}  # questions
 NAMES = {

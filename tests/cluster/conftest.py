@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from qerl_bench.rundir.locks import wait_for_lock
+from qerl_core.rundir.locks import wait_for_lock
 from tests.cluster.runs import Expected, Sweeps
 from tests.faults.run import numbers
 

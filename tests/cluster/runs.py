@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from qerl_bench.aqn.base import Schedule
-from qerl_bench.process.arguments import whole
-from qerl_bench.sweep import slurm_queue
+from qerl_core.process.arguments import whole
+from qerl_core.sweeps import slurm_queue
 from tests.faults.run import WORDS, numbers
 
 ROOT = Path(__file__).parents[2]
@@ -24,8 +24,8 @@ Expected = Callable[[int], dict[str, Any]]  # the numbers of a run by its seed
 OPTION = "_target_: tests.cluster.runs.Slow\nname: slow\nlevel: 0.01\nseconds: 3.0\n"
 HURRY = "QERL_TEST_HURRY"  # environment variable: a file that makes runs hurry when it is there
 if HURRY in os.environ:  # in a run, which then draws no figures, and in what starts it: both take seconds less
-    sys.modules["qerl_bench.studies.figures.run"] = ModuleType("figures")
-    sys.modules["qerl_bench.studies.figures.run"].run_figures = lambda path: None  # type: ignore[attr-defined]
+    sys.modules["qerl_studies.figures.run"] = ModuleType("figures")
+    sys.modules["qerl_studies.figures.run"].run_figures = lambda path: None  # type: ignore[attr-defined]
     slurm_queue.POLL_S = (0.5, 1.0)
 PASSED: set[int] = set()  # steps that have taken their time; a checkpoint asks for the noise of its step again
 

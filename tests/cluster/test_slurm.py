@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_bench.sweep.status import statuses
+from qerl_core.sweeps.status import statuses
 from tests.cluster import slurm as fake
 from tests.cluster.runs import STEPS, Expected, Sweeps, finished, require_numbers, wait_until
 from tests.cluster.slurm import Slurm

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from qerl_bench.config import build, compose
-from qerl_bench.options.fingerprint import as_dict, flat
-from qerl_bench.studies.runs.comparable import load_runs
-from qerl_bench.studies.runs.load import Run
+from qerl_core.options.fingerprint import as_dict, flat
+from qerl_studies.runs.comparable import load_runs
+from qerl_studies.runs.load import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "ARTIFACT.md").read_text()

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
-from qerl_bench.metrics import definitions
-from qerl_bench.options.explain import AXES, SEVERAL, explain
-from qerl_bench.options.files import option_fields, options_of, read_option
-from qerl_bench.options.fingerprint import as_dict, flat
-from qerl_bench.options.foreign_names import OPTIONS_FOR, WITHOUT_KEY
-from qerl_bench.options.suggestions import keys_of_axis
-from qerl_bench.process.arguments import WIDTH
-from qerl_bench.process.installation import CONF_DIR
+from qerl_core.checks import ConfigError
+from qerl_core.metrics import definitions
+from qerl_core.options.explain import AXES, SEVERAL, explain
+from qerl_core.options.files import option_fields, options_of, read_option
+from qerl_core.options.fingerprint import as_dict, flat
+from qerl_core.options.foreign_names import OPTIONS_FOR, WITHOUT_KEY
+from qerl_core.options.suggestions import keys_of_axis
+from qerl_core.process.arguments import WIDTH
+from qerl_core.process.installation import CONF_DIR
 
 
 def test_comments_belong_to_their_fields(tmp_path: Path) -> None:

@@ -20,13 +20,13 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
-from qerl_bench.options.composer import HYDRA_DEFAULTS
-from qerl_bench.options.fingerprint import fingerprint
-from qerl_bench.process.installation import CONF_DIR
-from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.sweep.check import warn_of_single_point
+from qerl_core.checks import ConfigError
+from qerl_core.options.composer import HYDRA_DEFAULTS
+from qerl_core.options.fingerprint import fingerprint
+from qerl_core.process.installation import CONF_DIR
+from qerl_core.rundir.run_dir import RunDir
 
 ROOT = CONF_DIR.parent
 WHOLE = {"experiment", "recipe", "claim"}  # folders whose files set several axes, or none
@@ -94,10 +94,10 @@ gc.disable()  # a fifth of the time, and nothing here is large
 import run  # the program itself: what it imports at its start counts too
 from hydra_plugins.process_launcher import launcher
 from omegaconf import OmegaConf
-from qerl_bench.options.composer import Composer
+from qerl_core.options.composer import Composer
 from qerl_bench.config import build, spec
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.checks import ConfigError
+from qerl_core.checks import ConfigError
 
 asked, composer = json.load(sys.stdin), Composer()
 started = time.perf_counter()

@@ -14,7 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from qerl_bench.__main__ import COMMANDS
-from qerl_bench.options.names import load_option
+from qerl_core.options.names import load_option
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
@@ -48,11 +48,11 @@ FLOORS = (ROOT / "docs" / "architecture.md").read_text().split("## Floors")[1].s
 CONTRACTS = {"checks", "metrics", "parallel", "records", "seeding", "statistics", "options", "process", "rundir"}
 LINES, ROOTS, EXCEPTIONS = 300, 12, 12  # at most: of a file, of modules that lie in no room, and of files in LONG
 LONG = {
-    "kernels/bench/training.py": "the cases of every kernel of training, one after the other",
+    "benchmarks/training.py": "the cases of every kernel of training, one after the other",
     "kernels/qerl_kernels/jit_decode_common.py": "what the kernels of decoding are made of, which Triton inlines",
     "src/qerl_bench/engine/hf_graph.py": "one step of decoding over one set of buffers",
     "src/qerl_bench/experiment.py": "the loop, read from top to bottom",
-    "src/qerl_bench/metrics.py": "the definition of every metric",
+    "src/qerl_core/metrics.py": "the definition of every metric",
 }
 
 
@@ -129,7 +129,7 @@ def test_what_reads_runs_imports_nothing_of_what_makes_them() -> None:
     for module, others in imports().items():
         if room(module).startswith("studies/") and room(module) != "studies/conduct":
             allowed = {name for name in others if room(name).startswith("studies/") or room(name) in CONTRACTS}
-            assert others - allowed <= {"qerl_bench", "qerl_bench.sweep.points"}, module
+            assert others - allowed <= {"qerl_bench", "qerl_core.sweeps.points"}, module
             assert not any(room(name) == "studies/conduct" for name in others), module
 
 

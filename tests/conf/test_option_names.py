@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.commands.eval import apply_overrides
 from qerl_bench.config import build, compose
-from qerl_bench.options import composer
-from qerl_bench.options.composer import Composer
-from qerl_bench.options.files import LINE, alternatives
-from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.sweep.check import check_points
+from qerl_core.checks import ConfigError
+from qerl_core.options import composer
+from qerl_core.options.composer import Composer
+from qerl_core.options.files import LINE, alternatives
+from qerl_core.process.installation import CONF_DIR
 
 OTHERS = {"experiment", "recipe", "claim", "run.yaml"}
 AXES = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.name not in OTHERS)

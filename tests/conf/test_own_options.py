@@ -12,14 +12,14 @@ from hydra.core.global_hydra import GlobalHydra
 
 from hydra_plugins.process_launcher.launcher import ProcessLauncher
 from qerl_bench.__main__ import main
-from qerl_bench.checks import ConfigError
+from qerl_bench.conduct.runner import parsed, parser_of, prepared
 from qerl_bench.config import build, compose
-from qerl_bench.options.composer import HYDRA_DEFAULTS
-from qerl_bench.options.explain import usage
-from qerl_bench.options.user_options import folders, with_search_path, words_in_use
-from qerl_bench.process.installation import CONF_DIR
-from qerl_bench.rundir.environment import own_modules
-from qerl_bench.studies.conduct.runner import parsed, parser_of, prepared
+from qerl_core.checks import ConfigError
+from qerl_core.options.composer import HYDRA_DEFAULTS
+from qerl_core.options.explain import usage
+from qerl_core.options.user_options import folders, with_search_path, words_in_use
+from qerl_core.process.installation import CONF_DIR
+from qerl_core.rundir.environment import own_modules
 
 OPTION = "_target_: {module}.Own\nname: {name}\n"
 MODULE = """

@@ -12,11 +12,11 @@ from types import ModuleType
 
 import pytest
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
-from qerl_bench.process.installation import CONF_DIR
-from qerl_bench.studies.claims.registry import QERL, claims_of
-from qerl_bench.studies.figures.named import FIGURES
+from qerl_core.checks import ConfigError
+from qerl_core.process.installation import CONF_DIR
+from qerl_studies.claims.registry import QERL, claims_of
+from qerl_studies.figures.named import FIGURES
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = claims_of(QERL)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from qerl_bench.__main__ import main
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose
-from qerl_bench.options.composer import Composer
-from qerl_bench.options.user_options import with_search_path
 from qerl_bench.sweep.check import check_points
+from qerl_core.checks import ConfigError
+from qerl_core.options.composer import Composer
+from qerl_core.options.user_options import with_search_path
 
 
 @pytest.mark.parametrize("place", ["./x.gguf", "x.GGUF", "/a/folder", "ORG/Name-1.5B", "'/a b/c'"])

@@ -18,8 +18,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from qerl_bench.__main__ import COMMANDS
 from qerl_bench.commands.eval import OURS, apply_overrides
 from qerl_bench.config import build, compose
-from qerl_bench.options.explain import explain
-from qerl_bench.sweep.points import flags_first
+from qerl_core.options.explain import explain
+from qerl_core.sweeps.points import flags_first
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("docs", "kernels", "studies")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_bench.studies.report.sessions import pictures_on
+from qerl_studies.report.sessions import pictures_on
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUGHT = "studies/real-2026/"  # card time, which no test repeats: copies of two sizes, further arms, looks

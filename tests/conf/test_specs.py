@@ -16,13 +16,13 @@ import yaml
 from qerl_bench.algo.importance_sampling import ImportanceSampling
 from qerl_bench.algo.kl import KLPenalty
 from qerl_bench.aqn.spec import NoiseSpec
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.options.model_names import short_name
-from qerl_bench.options.names import load_option
-from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.train.spec import OptimSpec, RolloutSpec, TrainSpec
+from qerl_core.checks import ConfigError
+from qerl_core.options.model_names import short_name
+from qerl_core.options.names import load_option
+from qerl_core.process.installation import CONF_DIR
 
 WHOLE = {"experiment", "recipe", "claim"}  # folders whose files set several axes, or none
 GROUPS = sorted(path for path in CONF_DIR.glob("*/**/*.yaml") if path.relative_to(CONF_DIR).parts[0] not in WHOLE)

@@ -23,17 +23,17 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from qerl_bench import metrics
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
-from qerl_bench.options.fingerprint import as_dict, flat
-from qerl_bench.process.installation import CONF_DIR
-from qerl_bench.studies.claims.claim import NO_RUNS, ContrastResult
-from qerl_bench.studies.claims.evaluate import evaluate_claims
-from qerl_bench.studies.claims.registry import QERL, claims_of
-from qerl_bench.studies.design.design import read_design
-from qerl_bench.studies.runs.comparable import load_runs
-from qerl_bench.studies.runs.measure import WARM_UP
+from qerl_core import metrics
+from qerl_core.checks import ConfigError
+from qerl_core.options.fingerprint import as_dict, flat
+from qerl_core.process.installation import CONF_DIR
+from qerl_studies.claims.claim import NO_RUNS, ContrastResult
+from qerl_studies.claims.evaluate import evaluate_claims
+from qerl_studies.claims.registry import QERL, claims_of
+from qerl_studies.design.design import read_design
+from qerl_studies.runs.comparable import load_runs
+from qerl_studies.runs.measure import WARM_UP
 from tests.run_folders import write_run
 
 ROOT = CONF_DIR.parent
@@ -55,9 +55,9 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from qerl_bench.options.composer import HYDRA_DEFAULTS, Composer, ReadOnce
+from qerl_core.options.composer import HYDRA_DEFAULTS, Composer, ReadOnce
 from qerl_bench.config import build
-from qerl_bench.process.installation import CONF_DIR
+from qerl_core.process.installation import CONF_DIR
 
 composer, read = Composer(), {}
 composed = {"studies": {}, "configs": {}}

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from qerl_bench.config import compose
-from qerl_bench.process.arguments import WIDTH
-from qerl_bench.studies.runs.load import Run, load_run
-from qerl_bench.studies.tables.terminal import places, render, summary
 from qerl_bench.sweep.table import sweep_table
+from qerl_core.process.arguments import WIDTH
+from qerl_studies.runs.load import Run, load_run
+from qerl_studies.tables.terminal import places, render, summary
 from tests.conf.test_artifact import PAGE, ROWS, RUNS, commands, numbers
 from tests.e2e.test_run import assert_complete, assert_six_steps_with_noise, run_dirs
 from tests.e2e.test_run import run as start

@@ -13,13 +13,13 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.commands import eval as again
 from qerl_bench.commands.eval import main
 from qerl_bench.config import build
 from qerl_bench.experiment import run_experiment
-from qerl_bench.process.arguments import WIDTH
-from qerl_bench.rundir.finished_run import stored_config
+from qerl_core.checks import ConfigError
+from qerl_core.process.arguments import WIDTH
+from qerl_core.rundir.finished_run import stored_config
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 

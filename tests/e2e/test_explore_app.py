@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from qerl_bench.studies.runs.comparable import load_runs, tidy
+from qerl_studies.runs.comparable import load_runs, tidy
 
 pytestmark = pytest.mark.skipif(find_spec("marimo") is None, reason="extra notebooks")
 APP = Path(__file__).parents[2] / "notebooks" / "explore.py"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from qerl_bench.studies.conduct.draft import Budget
+from qerl_bench.conduct.draft import Budget
 from tests.models import builds, gguf_files
 from tests.parallel.programs import UNDRAWN
 

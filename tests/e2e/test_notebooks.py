@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from qerl_bench.config import build, compose
-from qerl_bench.studies.runs.notebook import COMPARISON
+from qerl_studies.runs.notebook import COMPARISON
 
 REPOSITORY = Path(__file__).parents[2]
 GRID = REPOSITORY / "tests" / "assets" / "runs"

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from qerl_bench.__main__ import main
-from qerl_bench.process.arguments import whole
+from qerl_core.process.arguments import whole
 from tests.models.gguf_files import model_of, write
 from tests.parallel.programs import UNDRAWN
 

@@ -17,12 +17,12 @@ import pandas as pd
 import pytest
 
 from qerl_bench.__main__ import main
-from qerl_bench.checks import ConfigError
 from qerl_bench.commands.eval import main as evaluate_again
 from qerl_bench.config import build, compose
 from qerl_bench.experiment import run_experiment
-from qerl_bench.process.arguments import whole
 from qerl_bench.sweep.table import sweep_table
+from qerl_core.checks import ConfigError
+from qerl_core.process.arguments import whole
 from tests.parallel import ranks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from qerl_bench.commands.figure import main as draw_figure
 from qerl_bench.config import build, compose
+from qerl_studies.commands.figure import main as draw_figure
 from tests.parallel import ranks
 
 SMALL = (

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.logger.wandb import WandB, WandbMirror, login_problem
-from qerl_bench.options.fingerprint import as_dict
+from qerl_core.checks import ConfigError
+from qerl_core.options.fingerprint import as_dict
 from tests.parallel import ranks
 
 BLOCK = 32 * 1024  # a .wandb file is a LevelDB log: blocks of records with a header of 7 bytes each

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qerl_bench.parallel import World
-from qerl_bench.process.arguments import whole
+from qerl_core.process.arguments import whole
 
 LIMIT_S = 180.0  # for one attempt: a run of the campaign takes one to two seconds of an idle core
 Sabotage = Callable[[], object]
@@ -111,7 +111,7 @@ def preload(modules: Iterable[str]) -> None:
     """Import modules, so that forked processes need not."""
     import importlib
 
-    from qerl_bench.process.hidden_packages import hidden_packages
+    from qerl_core.process.hidden_packages import hidden_packages
 
     with hidden_packages():
         for name in modules:

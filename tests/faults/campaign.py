@@ -22,8 +22,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from qerl_bench.options.composer import Composer
 from qerl_bench.sweep.check import check_point
+from qerl_core.options.composer import Composer
 from tests.faults import foreign
 from tests.faults.attempt import attempt, preload, write_modules
 from tests.faults.kinds import Fault, all_faults

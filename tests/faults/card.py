@@ -87,7 +87,7 @@ class Result:
 
 def child(plan: dict[str, Any], words: list[str]) -> int:
     """The run itself, with its shortage planted."""
-    import qerl_bench.studies.figures.run as figures
+    import qerl_studies.figures.run as figures
     from qerl_bench.__main__ import main
 
     figures.run_figures = lambda run_dir: []

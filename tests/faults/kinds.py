@@ -301,9 +301,9 @@ def damaged(state: str, file: str, damage: str, case: Case) -> Outcome:
 
 def require_whole(folder: Path) -> None:
     """Raise Lost if a run that was taken for whole is not. Of its checkpoints only the last one is read by anybody."""
-    from qerl_bench.checks import ConfigError
-    from qerl_bench.rundir.checkpoints import check_checkpoint, last_checkpoint
-    from qerl_bench.rundir.run_checks import check_records
+    from qerl_core.checks import ConfigError
+    from qerl_core.rundir.checkpoints import check_checkpoint, last_checkpoint
+    from qerl_core.rundir.run_checks import check_records
 
     try:
         check_records(folder, "")

@@ -44,13 +44,13 @@ def leases(operations: Sequence[int], draw: random.Random) -> dict[str, Callable
 
 
 def locks_of_one_machine() -> None:
-    from qerl_bench.rundir import locks
+    from qerl_core.rundir import locks
 
     locks.fcntl.flock = lambda file, kind: None  # which another machine does not see
 
 
 def no_locks() -> None:
-    from qerl_bench.rundir import locks
+    from qerl_core.rundir import locks
 
     def missing(file: object, kind: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -63,7 +63,7 @@ FILE_SYSTEMS = {"locks of one machine": locks_of_one_machine, "no locks": no_loc
 
 def on_machine(case: Case, name: str, files: str = "locks of one machine", clock_s: float = 0.0) -> None:
     """This process is on the machine `name`, whose clock is `clock_s` ahead."""
-    from qerl_bench.rundir import lease
+    from qerl_core.rundir import lease
 
     lease.machine = lambda: name
     lease.BEAT_S, lease.STALE_S = BEAT_S, STALE_S

@@ -177,7 +177,7 @@ def drawing_nothing(sabotage: Sabotage | None) -> Callable[[], None]:
     """`sabotage`, and no figures, which take longer than the steps of this run."""
 
     def both() -> None:
-        import qerl_bench.studies.figures.run as figures
+        import qerl_studies.figures.run as figures
 
         figures.run_figures = lambda run_dir: []
         if sabotage is not None:

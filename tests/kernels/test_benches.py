@@ -17,7 +17,7 @@ from qerl_bench.config import build, compose
 from qerl_kernels import decode_configs
 from qerl_kernels.decode_configs import Config
 
-BENCH = Path(__file__).parents[2] / "kernels" / "bench"
+BENCH = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.model import kernels as model_kernels
 from qerl_bench.model.kernels import require_compiler
+from qerl_core.checks import ConfigError
 from qerl_kernels import decode
 from qerl_kernels.compilers import refusal
 from qerl_kernels.decode_configs import WGMMA

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.engine.hf_reference import prefill
 from qerl_bench.model import kernels
@@ -21,6 +20,7 @@ from qerl_bench.model.packing import Packing
 from qerl_bench.model.preflight import preflight
 from qerl_bench.model_setup import build_policy
 from qerl_bench.quant.linear import PackedLinear
+from qerl_core.checks import ConfigError
 from qerl_kernels import training_block, training_block_reference
 from tests.models import builds
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import HFEngine
 from qerl_bench.engine.recordable import eager_reason
 from qerl_bench.model import kernels as kernel_choice
 from qerl_bench.model.kernels import LoRALinear, choose_kernels
 from qerl_bench.quant.linear import PackedLinear, resident_bytes
-from qerl_bench.records import Prompt
+from qerl_core.checks import ConfigError
+from qerl_core.records import Prompt
 from qerl_kernels import decode, projection
 from qerl_kernels.decode_configs import WGMMA
 

@@ -20,7 +20,6 @@ import torch
 from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.config import build, compose
 from qerl_bench.engine import hf_reference
 from qerl_bench.engine.adapter_check import check_completions
@@ -31,14 +30,15 @@ from qerl_bench.experiment import load_checkpoint, run_steps
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import build_policy
-from qerl_bench.options.fingerprint import as_dict
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.packed_share import packed_share
 from qerl_bench.run_setup import prepare_device, set_up
-from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.update import make_optimizer
+from qerl_core.checks import ConfigError, TrainingStopped
+from qerl_core.options.fingerprint import as_dict
+from qerl_core.rundir.run_dir import RunDir
 
 NOISE = 0.05
 REMEDIES = ("aqn=none", "train.packing=false", "quant.partial=true")

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from qerl_bench.studies.tables.markdown import markdown_table
+from qerl_studies.tables.markdown import markdown_table
 from tests.models import builds
 from tests.models.cell import Outcome, outcome
 

@@ -17,7 +17,6 @@ from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.lora.default import LoRA
 from qerl_bench.model import kernels
 from qerl_bench.model.adapters import LoRAExperts, adapted_layers, block_linears
@@ -33,6 +32,7 @@ from qerl_bench.quantizer.apply import quantize_model
 from qerl_bench.quantizer.calibration import Calibration
 from qerl_bench.quantizer.gptq import GPTQ
 from qerl_bench.quantizer.mse import BlockScaleSearch
+from qerl_core.checks import ConfigError
 from qerl_kernels import grouped
 from tests.models.builds import build, config_of, draw_weights, known
 from tests.weight_formats import FORMATS

@@ -15,7 +15,6 @@ from gguf import GGMLQuantizationType, dequantize, quantize
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.model.digest import digest_of, file_digest, name_of_base
 from qerl_bench.model.gguf.convert import converted, record_of, told
@@ -26,8 +25,9 @@ from qerl_bench.model.gguf.weights import Dither
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.load import load_packed
 from qerl_bench.model_setup import base_checkpoint
-from qerl_bench.options.fingerprint import fingerprint
-from qerl_bench.options.model_names import short_name
+from qerl_core.checks import ConfigError
+from qerl_core.options.fingerprint import fingerprint
+from qerl_core.options.model_names import short_name
 from tests.faults.damage import DAMAGES
 from tests.models.gguf_files import PLAIN, SPECIAL, VOCABULARY, model_of, random_blocks, tokenizer_keys, write
 

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 
 from qerl_bench.model.gguf.vocabulary import LLAMA3, QWEN2, merges_of
 from qerl_bench.model.hub import HubModel
-from qerl_bench.records import RENDERED, Demonstration, Prompt
 from qerl_bench.task.chat_template import demonstration_ids, opening_of, render_prompt
+from qerl_core.records import RENDERED, Demonstration, Prompt
 from tests.models.gguf_files import SPECIAL, model_of, tokenizer_keys, write
 
 TEXTS = [

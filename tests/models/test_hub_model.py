@@ -18,17 +18,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.commands.exits import explain
 from qerl_bench.config import build, compose
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.load import load_packed
-from qerl_bench.options.composer import register_resolvers
-from qerl_bench.options.model_names import short_name
-from qerl_bench.options.names import load_option, make_option
-from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.quant.architecture import causal_lm_config
 from qerl_bench.sweep.check import check
+from qerl_core.checks import ConfigError
+from qerl_core.exits import explain
+from qerl_core.options.composer import register_resolvers
+from qerl_core.options.model_names import short_name
+from qerl_core.options.names import load_option, make_option
+from qerl_core.process.installation import CONF_DIR
 from tests.models.builds import COMMON, draw_weights, write_tokenizer
 from tests.models.builds import build as write_model
 

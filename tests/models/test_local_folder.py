@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build as build_experiment
 from qerl_bench.config import compose
 from qerl_bench.model.local_folder import check_folder
+from qerl_core.checks import ConfigError
 from tests.models.builds import build
 
 WHOLE = ("config.json", "model.safetensors", "tokenizer.json")

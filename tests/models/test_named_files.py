@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qerl_bench.checks import ConfigError, naming
 from qerl_bench.config import build as build_experiment
 from qerl_bench.config import compose
 from qerl_bench.model_setup import build_policy
-from qerl_bench.records import Demonstration, Message, Prompt
+from qerl_core.checks import ConfigError, naming
+from qerl_core.records import Demonstration, Message, Prompt
 from tests.models.builds import build
 from tests.models.gguf_files import model_of, write
 

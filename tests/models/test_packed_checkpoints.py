@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build as build_experiment
 from qerl_bench.config import compose
 from qerl_bench.model.load import load_packed
@@ -23,6 +22,7 @@ from qerl_bench.quant.error_decomposition import LayerReport
 from qerl_bench.quant.export import checkpoint_tensors
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
+from qerl_core.checks import ConfigError
 from tests.models.builds import build
 
 IDS = torch.tensor([[3, 200, 17, 44, 101, 7, 9, 66], [1, 2, 3, 4, 250, 6, 7, 8]])

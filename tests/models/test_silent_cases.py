@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model import preflight as checks
@@ -24,9 +23,10 @@ from qerl_bench.model.preflight import preflight
 from qerl_bench.model.structure import Structure, structure_of
 from qerl_bench.model_setup import build_policy
 from qerl_bench.run_setup import set_up
-from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.update import make_optimizer, update
+from qerl_core.checks import ConfigError
+from qerl_core.rundir.run_dir import RunDir
 from tests.models import builds
 
 WORDS = (*builds.WORDS, "aqn=constant")

@@ -11,14 +11,14 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose
 from qerl_bench.engine.base import Sampling, make_rollouts
 from qerl_bench.model.byte_tokenizer import byte_tokenizer
 from qerl_bench.model.policy import Policy
-from qerl_bench.options.fingerprint import fingerprint
-from qerl_bench.records import Demonstration, Message, Prompt
 from qerl_bench.task.chat_template import check_template, render_prompt, template_variables
+from qerl_core.checks import ConfigError
+from qerl_core.options.fingerprint import fingerprint
+from qerl_core.records import Demonstration, Message, Prompt
 
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
 USER: Message = {"role": "user", "content": "2+2?"}

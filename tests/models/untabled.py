@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import transformers
 
-from qerl_bench.checks import ConfigError, TrainingStopped
+from qerl_core.checks import ConfigError, TrainingStopped
 from tests.models import builds
 from tests.models.cell import examine, first_sentence
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from qerl_bench.commands import report as command
 from qerl_bench.config import build
+from qerl_studies.commands import report as command
 from tests.page.chromium import PROGRAM, Browser
 
 TINY = Path(__file__).parents[2] / "studies" / "tiny"

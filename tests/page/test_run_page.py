@@ -71,7 +71,7 @@ def test_a_token_tells_all_its_numbers(page: Browser) -> None:
 def test_a_run_of_before_tokens_shows_its_texts(browser: Browser, tmp_path: Path) -> None:
     import json
 
-    from qerl_bench.studies.report.run_page import run_page
+    from qerl_studies.report.run_page import run_page
 
     lines = [{"step": step, "prompt": "p", "completion": f"<b>{step}", "gold": "1", "reward": 0.5} for step in (1, 2)]
     (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "pro')

@@ -11,7 +11,7 @@ from pathlib import Path
 # The process begins without pytest's paths, and would find the installed package, which may be of another checkout.
 sys.path[:0] = [str(Path(__file__).parents[2] / folder) for folder in ("src", "kernels")]
 
-from qerl_bench.process.hidden_packages import hidden_packages  # noqa: E402
+from qerl_core.process.hidden_packages import hidden_packages  # noqa: E402
 
 gc.disable()
 with hidden_packages():
@@ -25,8 +25,8 @@ with hidden_packages():
         "qerl_bench.engine.hf",
         "qerl_bench.eval.task",
         "qerl_bench.experiment",
-        "qerl_bench.studies.figures.run",
-        "qerl_bench.studies.tables.terminal",
+        "qerl_studies.figures.run",
+        "qerl_studies.tables.terminal",
         "transformers.models.qwen2.modeling_qwen2",
     ):
         import_module(name)

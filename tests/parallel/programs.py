@@ -20,8 +20,8 @@ from threading import Lock, Thread
 
 import torch
 
-import qerl_bench.studies.figures.run as figures
-from qerl_bench.process.children import PARENT
+import qerl_studies.figures.run as figures
+from qerl_core.process.children import PARENT
 from tests.parallel.ranks import finish, forkserver
 
 UNDRAWN = (

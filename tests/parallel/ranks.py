@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from qerl_bench.process.arguments import whole
+from qerl_core.process.arguments import whole
 
 LIMIT_S = 600.0  # for a rank that hangs
 Sabotage = Callable[[int], object]  # called in each process with its rank, before the command
@@ -67,7 +67,7 @@ def forkserver() -> ForkServerContext:
 def _rank(rank: int, size: int, port: int, words: list[str], output: Path, sabotage: Sabotage | None) -> None:
     import torch
 
-    import qerl_bench.studies.figures.run as figures
+    import qerl_studies.figures.run as figures
     from qerl_bench.__main__ import main
 
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

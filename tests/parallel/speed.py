@@ -20,13 +20,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from qerl_bench.checks import TrainingStopped, require
-from qerl_bench.commands.exits import guarded
-from qerl_bench.process.arguments import KeyValueParser
-from qerl_bench.process.installation import run_command
-from qerl_bench.rundir.read_files import read_object
-from qerl_bench.studies.runs.load import Run, load_run
-from qerl_bench.studies.runs.measure import warm_steps
+from qerl_core.checks import TrainingStopped, require
+from qerl_core.exits import guarded
+from qerl_core.process.arguments import KeyValueParser
+from qerl_core.process.installation import run_command
+from qerl_core.rundir.read_files import read_object
+from qerl_studies.runs.load import Run, load_run
+from qerl_studies.runs.measure import warm_steps
 
 WORDS = ("experiment=speed/step", "quant=nvfp4", "engine=hf", "engine.cache_gib=8", "steps=4", "save_every=1", "seed=0")
 TIMES = ("step", "rollout", "train", "reward", "idle")

@@ -13,9 +13,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.commands.eval import main, render
-from qerl_bench.process.arguments import whole
+from qerl_core.checks import ConfigError
+from qerl_core.process.arguments import whole
 from tests.parallel.ranks import Ended, run
 from tests.parallel.test_ranks import WORDS, on
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.parallel import World, joined, largest
-from qerl_bench.studies.runs.load import load_run
+from qerl_core.checks import ConfigError
+from qerl_studies.runs.load import load_run
 from tests.parallel.ranks import Ended, run
 from tests.parallel.speed import row, with_ratios
 

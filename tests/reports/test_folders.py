@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, JambaConfig, PreTrainedTokenizerFast
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build as build_experiment
 from qerl_bench.config import compose
 from qerl_bench.model.context import context_of
@@ -25,10 +24,11 @@ from qerl_bench.model_setup import build_policy
 from qerl_bench.quant.export import export
 from qerl_bench.quant.weight_files import weight_files
 from qerl_bench.quantizer.calibration import Calibration
-from qerl_bench.records import RENDERED, Demonstration, Message, Prompt
-from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.task.chat_template import demonstration_ids
 from qerl_bench.task.datafile import read_rows
+from qerl_core.checks import ConfigError
+from qerl_core.records import RENDERED, Demonstration, Message, Prompt
+from qerl_core.rundir.run_dir import RunDir
 from tests.failing import failing
 from tests.models.builds import BEGIN, PAD_ID, VOCABULARY, build, write_tokenizer
 

@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.commands.score import grade_file
 from qerl_bench.config import compose
 from qerl_bench.config import spec as build_spec
 from qerl_bench.eval.formats import formats_of
 from qerl_bench.eval.task import grade_rollouts
-from qerl_bench.records import Prompt, Reward, Rollout
 from qerl_bench.task.graded import all_checked, check_reward, checked, reward_of
 from qerl_bench.task.grader.extract import extract, well_formed
 from qerl_bench.task.grader.grader import Grader
 from qerl_bench.task.grader.last_number import last_number_is
 from qerl_bench.task.grader.latex import compare, is_found_in
 from qerl_bench.task.grader.numbers import parse_number
+from qerl_core.checks import ConfigError, TrainingStopped
+from qerl_core.records import Prompt, Reward, Rollout
 
 PROMPT = Prompt(id="gsm8k/test/1", messages=(), answer="1", question="?")
 
@@ -264,7 +264,7 @@ def test_one_reward_for_each_completion() -> None:
 
 def test_nothing_is_learned_from_a_reward_that_is_none(make_experiment: Any, make_policy: Any) -> None:
     from qerl_bench.experiment import collect_rollouts
-    from qerl_bench.process.device import PhaseTimer
+    from qerl_core.process.device import PhaseTimer
 
     experiment = make_experiment()
     source = SimpleNamespace(name="mine", check_with=lambda algo: None)

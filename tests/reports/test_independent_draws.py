@@ -22,10 +22,10 @@ from qerl_bench.engine.sampler import Sampler
 from qerl_bench.engine.shared import SharedEngine
 from qerl_bench.experiment import collect_rollouts
 from qerl_bench.parallel import ALONE
-from qerl_bench.process.device import PhaseTimer
-from qerl_bench.records import Prompt, Rollout, numbered
 from qerl_bench.reward.random import RandomReward
-from qerl_bench.seeding import derive
+from qerl_core.process.device import PhaseTimer
+from qerl_core.records import Prompt, Rollout, numbered
+from qerl_core.seeding import derive
 
 SAMPLING = Sampling(samples=4, temperature=1.0, max_tokens=12, seed=3)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.commands.eval import main
 from qerl_bench.config import build as build_experiment
 from qerl_bench.config import compose
@@ -17,6 +16,7 @@ from qerl_bench.config import spec as build_spec
 from qerl_bench.experiment import run_experiment
 from qerl_bench.task.question_form import normalize_question
 from qerl_bench.task.sources import _file_rows
+from qerl_core.checks import ConfigError
 
 # --- different sums count as one question: https://github.com/GanjinZero/math401-llm/issues/4 and its data ------------
 

@@ -12,7 +12,6 @@ import pytest
 from tokenizers import processors
 from transformers import LlamaConfig
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose
 from qerl_bench.config import spec as build_spec
 from qerl_bench.engine.base import Sampling, make_rollouts
@@ -20,8 +19,9 @@ from qerl_bench.model.byte_tokenizer import byte_tokenizer
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.token_ids import stop_ids
 from qerl_bench.quantizer.calibration import Calibration
-from qerl_bench.records import RENDERED, Demonstration, Message, Prompt
 from qerl_bench.task.chat_template import check_template, demonstration_ids, end_of_turn, plain_ids, prompt_ids
+from qerl_core.checks import ConfigError
+from qerl_core.records import RENDERED, Demonstration, Message, Prompt
 
 END, BEGIN, TURN = 257, 262, 263  # ids of end of text, begin of text, and end of turn
 SAY = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|eot|>{% endfor %}"

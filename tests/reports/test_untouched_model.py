@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.engine import hf_reference, untouched
 from qerl_bench.engine.base import Sampling
@@ -34,9 +33,10 @@ from qerl_bench.model.preflight import preflight
 from qerl_bench.model.stock import Origin
 from qerl_bench.model_setup import build_policy
 from qerl_bench.quant.export import export
-from qerl_bench.records import Prompt
 from qerl_bench.run_setup import set_up
-from qerl_bench.rundir.run_dir import RunDir
+from qerl_core.checks import ConfigError
+from qerl_core.records import Prompt
+from qerl_core.rundir.run_dir import RunDir
 from tests.models import builds, cell
 
 SMALL_STATE = {"state_size": 16, "time_step_rank": 16}

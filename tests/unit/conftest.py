@@ -59,8 +59,8 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.fixture
 def show_claims(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """show_claims(2): from here on the page of a study shows no more than the first claims."""
-    from qerl_bench.studies.claims.registry import QERL, claims_of
-    from qerl_bench.studies.report import study_page
+    from qerl_studies.claims.registry import QERL, claims_of
+    from qerl_studies.report import study_page
 
     return lambda count: monkeypatch.setattr(study_page, "shown_claims", lambda: claims_of(QERL)[:count])
 

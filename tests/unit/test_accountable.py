@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.commands import study
-from qerl_bench.process.installation import CONF_DIR
-from qerl_bench.rundir import checkout
-from qerl_bench.rundir.checkout import patch_of, uncommitted
-from qerl_bench.rundir.environment import code_digest, environment
-from qerl_bench.studies.conduct.accountable import account_for_changes
-from qerl_bench.studies.design.protocol import COMMITS, commits_in, protocol_commit
+from qerl_bench.conduct.accountable import account_for_changes
+from qerl_core.checks import ConfigError
+from qerl_core.process.installation import CONF_DIR
+from qerl_core.rundir import checkout
+from qerl_core.rundir.checkout import patch_of, uncommitted
+from qerl_core.rundir.environment import code_digest, environment
+from qerl_studies.design.protocol import COMMITS, commits_in, protocol_commit
 from tests.failing import failing
 
 DESIGN = CONF_DIR.parent / "studies" / "worlds-2026" / "study.yaml"
@@ -217,9 +217,9 @@ def test_of_a_study_that_no_commit_holds_this_is_said(
 
 
 def test_times_and_base_of_a_run_reach_the_committed_study(tmp_path: Path) -> None:
-    from qerl_bench.studies.runs.collect import write_study
-    from qerl_bench.studies.runs.find import find_runs
-    from qerl_bench.studies.runs.load import load_run
+    from qerl_studies.runs.collect import write_study
+    from qerl_studies.runs.find import find_runs
+    from qerl_studies.runs.load import load_run
 
     path = find_runs(CONF_DIR.parent / "tests" / "assets" / "runs")[0]
     folder = tmp_path / "runs" / path.name

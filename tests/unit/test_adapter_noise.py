@@ -12,7 +12,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.dose import curve
 from qerl_bench.engine import hf_reference
 from qerl_bench.engine.base import Sampling
@@ -23,13 +22,14 @@ from qerl_bench.experiment import collect_rollouts
 from qerl_bench.model.kernels import LoRALinear
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import check_sites
-from qerl_bench.options.fingerprint import as_dict, fingerprint
-from qerl_bench.process.device import PhaseTimer
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.run_setup import on_base_of
-from qerl_bench.rundir.finished_run import with_later_keys
-from qerl_bench.rundir.run_checks import refuse_other_config
 from qerl_bench.train.batch import make_batch
+from qerl_core.checks import ConfigError, TrainingStopped
+from qerl_core.options.fingerprint import as_dict, fingerprint
+from qerl_core.process.device import PhaseTimer
+from qerl_core.rundir.finished_run import with_later_keys
+from qerl_core.rundir.run_checks import refuse_other_config
 
 MakePolicy = Callable[..., Policy]
 MakeExperiment = Callable[..., Any]

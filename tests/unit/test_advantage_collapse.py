@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.commands.figure import main as figure
-from qerl_bench.studies.tables.advantage_collapse import WITHIN, slope_within
+from qerl_core.checks import ConfigError
+from qerl_studies.commands.figure import main as figure
+from qerl_studies.tables.advantage_collapse import WITHIN, slope_within
 from tests.run_folders import DONE, SHORT, write_run
 
 STEPS = 40  # the first tenth has four

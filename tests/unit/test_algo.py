@@ -15,7 +15,7 @@ from qerl_bench.algo import bnpo, cispo, dapo, dr_grpo, grpo, gspo, reinforce_pp
 from qerl_bench.algo.base import LossInputs
 from qerl_bench.algo.kl import KLPenalty
 from qerl_bench.algo.loss import step_loss
-from qerl_bench.checks import ConfigError
+from qerl_core.checks import ConfigError
 
 NARROW: dict[str, Any] = {"epsilon_low": 0.2, "epsilon_high": 0.2}
 CLIP: dict[str, Any] = {**NARROW, "delta": None, "advantage_eps": 1e-4}

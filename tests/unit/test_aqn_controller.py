@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench import metrics
 from qerl_bench.aqn.entropy import EntropyController, EntropyTarget
 from qerl_bench.aqn.norm_errors import NormErrors
-from qerl_bench.checks import ConfigError
 from qerl_bench.model_setup import build_noise
 from qerl_bench.quantizer.apply import quantize_model
+from qerl_core import metrics
+from qerl_core.checks import ConfigError
 
 SETTINGS = {
     "target_start": 0.3,

@@ -17,12 +17,12 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from qerl_bench.aqn.base import OpenLoop
 from qerl_bench.aqn.constant import Constant
 from qerl_bench.aqn.injector import NoiseInjector, noise_metrics
-from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.model.structure import structure_of
 from qerl_bench.model_setup import build_noise
 from qerl_bench.train import objective
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.update import make_optimizer, update
+from qerl_core.checks import ConfigError, TrainingStopped
 
 
 def _norms(count: int = 4, width: int = 4096, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> dict[str, Any]:

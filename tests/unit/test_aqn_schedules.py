@@ -17,7 +17,7 @@ from qerl_bench.aqn.exp import ExponentialDecay
 from qerl_bench.aqn.linear import LinearDecay
 from qerl_bench.aqn.log import LogarithmicDecay
 from qerl_bench.aqn.none import NoNoise
-from qerl_bench.checks import ConfigError
+from qerl_core.checks import ConfigError
 
 DECAYS = [ExponentialDecay, LinearDecay, CosineDecay, LogarithmicDecay]
 

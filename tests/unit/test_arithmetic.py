@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.options.fingerprint import as_dict, fingerprint
-from qerl_bench.records import Prompt
-from qerl_bench.rundir.finished_run import with_later_keys
 from qerl_bench.task.arithmetic import Arithmetic
 from qerl_bench.task.grader.extract import answer_block, well_formed
 from qerl_bench.task.operation_chains import GeneratedTask
+from qerl_core.checks import ConfigError
+from qerl_core.options.fingerprint import as_dict, fingerprint
+from qerl_core.records import Prompt
+from qerl_core.rundir.finished_run import with_later_keys
 
 SHARES = {"guess": 0.25, "hasty": 0.35, "careful": 0.4}
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from qerl_bench import model_setup
-from qerl_bench.checks import TrainingStopped
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model import digest as model_digest
 from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.hub import HubModel
-from qerl_bench.rundir.run_dir import RunDir
+from qerl_core.checks import TrainingStopped
+from qerl_core.rundir.run_dir import RunDir
 
 
 def local(folder: Path) -> HubModel:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from qerl_bench.process.device import bf16_matmuls, tf32_matmuls
 from qerl_bench.train.batch import make_batch
+from qerl_core.process.device import bf16_matmuls, tf32_matmuls
 
 
 def test_a_batch_is_its_sequences_one_by_one() -> None:

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.experiment import demonstration_batch
-from qerl_bench.options.fingerprint import as_dict, fingerprint
-from qerl_bench.records import Demonstration
-from qerl_bench.rundir.finished_run import with_later_keys
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.update import make_optimizer, update
+from qerl_core.checks import ConfigError
+from qerl_core.options.fingerprint import as_dict, fingerprint
+from qerl_core.records import Demonstration
+from qerl_core.rundir.finished_run import with_later_keys
 
 CPU = torch.device("cpu")
 NAMES = ["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "sft"]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build
 from qerl_bench.experiment import run_experiment
 from qerl_bench.experiment_spec import Experiment
@@ -21,6 +20,7 @@ from qerl_bench.quantizer.calibrate import InputGroup
 from qerl_bench.run_setup import on_base_of
 from qerl_bench.sweep.check import check
 from qerl_bench.task.chat_template import demonstration_ids
+from qerl_core.checks import ConfigError
 
 ROWS = [
     {"question": f"What is {a} + {b}?", "answer": f"{a} + {b} = {a + b}.\n#### {a + b}"}

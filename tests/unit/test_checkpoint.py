@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.commands.export import main, parse_words
 from qerl_bench.config import build, compose
 from qerl_bench.model.base import placed
@@ -25,6 +24,7 @@ from qerl_bench.quant.export import export
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.packed_checkpoint import read_packed
 from qerl_bench.quantizer.apply import quantize_model
+from qerl_core.checks import ConfigError
 from tests.weight_formats import FORMATS
 
 IDS = torch.tensor([[3, 200, 17, 44, 101, 7]])

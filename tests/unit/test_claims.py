@@ -18,21 +18,21 @@ import pandas as pd
 import pytest
 from omegaconf import OmegaConf
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.commands import claims as command
 from qerl_bench.config import build, compose
-from qerl_bench.options.fingerprint import as_dict, flat
-from qerl_bench.statistics import holm
-from qerl_bench.studies.claims.claim import ClaimResult, ContrastResult
-from qerl_bench.studies.claims.evaluate import evaluate_claims
-from qerl_bench.studies.claims.match import all_accept, match
-from qerl_bench.studies.claims.preconditions import diverged
-from qerl_bench.studies.claims.registry import QERL, claims_of
-from qerl_bench.studies.figures.forest import all_claims, svg
-from qerl_bench.studies.report.claims_page import markdown, summary_text
-from qerl_bench.studies.report.study_page import evaluated, study_page
-from qerl_bench.studies.runs.comparable import load_runs
-from qerl_bench.studies.runs.load import Run
+from qerl_core.checks import ConfigError
+from qerl_core.options.fingerprint import as_dict, flat
+from qerl_core.statistics import holm
+from qerl_studies.claims.claim import ClaimResult, ContrastResult
+from qerl_studies.claims.evaluate import evaluate_claims
+from qerl_studies.claims.match import all_accept, match
+from qerl_studies.claims.preconditions import diverged
+from qerl_studies.claims.registry import QERL, claims_of
+from qerl_studies.commands import claims as command
+from qerl_studies.figures.forest import all_claims, svg
+from qerl_studies.report.claims_page import markdown, summary_text
+from qerl_studies.report.study_page import evaluated, study_page
+from qerl_studies.runs.comparable import load_runs
+from qerl_studies.runs.load import Run
 from tests.run_folders import write_run
 
 ROOT = Path(__file__).parents[2]

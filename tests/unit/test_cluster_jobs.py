@@ -12,13 +12,13 @@ from types import ModuleType
 import pytest
 from hydra import compose, initialize_config_dir
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.options.composer import HYDRA_DEFAULTS
-from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.sweep import slurm as slurm
-from qerl_bench.sweep.points import Point
 from qerl_bench.sweep.slurm_job import JOB_FILE, SlurmJob
-from qerl_bench.sweep.status import state_of
+from qerl_core.checks import ConfigError
+from qerl_core.options.composer import HYDRA_DEFAULTS
+from qerl_core.process.installation import CONF_DIR
+from qerl_core.sweeps.points import Point
+from qerl_core.sweeps.status import state_of
 
 STUB = """
 import sys

@@ -16,18 +16,18 @@ from omegaconf import OmegaConf
 
 from qerl_bench import __version__
 from qerl_bench.__main__ import COMMANDS, main
-from qerl_bench.checks import ConfigError, TrainingStopped
-from qerl_bench.commands.exits import exit_in_words, explain
 from qerl_bench.config import build, compose
-from qerl_bench.options.composer import Composer
-from qerl_bench.options.fingerprint import as_dict, flat
-from qerl_bench.options.renamed_keys import RENAMED, RENAMED_VALUES, new_name, outdated
-from qerl_bench.process.arguments import WIDTH, KeyValueParser, whole, wrap_lines
-from qerl_bench.rundir.finished_run import stored_config
-from qerl_bench.rundir.run_checks import RunDamaged, check_run_dir
-from qerl_bench.studies.runs.load import load_run
 from qerl_bench.sweep.check import check_point, check_points
-from qerl_bench.sweep.points import with_swept_axes
+from qerl_core.checks import ConfigError, TrainingStopped
+from qerl_core.exits import exit_in_words, explain
+from qerl_core.options.composer import Composer
+from qerl_core.options.fingerprint import as_dict, flat
+from qerl_core.options.renamed_keys import RENAMED, RENAMED_VALUES, new_name, outdated
+from qerl_core.process.arguments import WIDTH, KeyValueParser, whole, wrap_lines
+from qerl_core.rundir.finished_run import stored_config
+from qerl_core.rundir.run_checks import RunDamaged, check_run_dir
+from qerl_core.sweeps.points import with_swept_axes
+from qerl_studies.runs.load import load_run
 from tests.scripts import script
 
 ROOT = Path(__file__).parents[2]

@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 
 from qerl_bench.__main__ import main
-from qerl_bench.commands.claims import main as report_claims
-from qerl_bench.commands.figure import main as draw_figure
-from qerl_bench.studies.report.sessions import by_figure, contents, plotted, read_once
-from qerl_bench.studies.runs.comparable import load_runs
-from qerl_bench.studies.runs.measure import TRAINED_SHARE
+from qerl_studies.commands.claims import main as report_claims
+from qerl_studies.commands.figure import main as draw_figure
+from qerl_studies.report.sessions import by_figure, contents, plotted, read_once
+from qerl_studies.runs.comparable import load_runs
+from qerl_studies.runs.measure import TRAINED_SHARE
 from tests.conf.test_artifact import FOLLOWS, commands
 from tests.scripts import script
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.commands import matrix
-from qerl_bench.commands.check import check_study, studies_in
+from qerl_core.checks import ConfigError
+from qerl_studies.commands import matrix
+from qerl_studies.commands.check import check_study, studies_in
 
 ROOT = Path(__file__).parents[2]
 COMMUNITY = ROOT / "community"

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from qerl_bench.studies.figures.compact import LINK, SVG, compact
-from qerl_bench.studies.figures.style import paper_style
-from qerl_bench.studies.figures.svg_path import shorter
+from qerl_studies.figures.compact import LINK, SVG, compact
+from qerl_studies.figures.style import paper_style
+from qerl_studies.figures.svg_path import shorter
 
 NAMES = re.compile(r'(?:href="|url\()#([^")]+)')
 Place = tuple[float, ...]

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from qerl_bench.process import energy
-from qerl_bench.rundir.run_dir import RunDir
-from qerl_bench.studies.runs.cost import total_cost
+from qerl_core.process import energy
+from qerl_core.rundir.run_dir import RunDir
+from qerl_studies.runs.cost import total_cost
 
 NVML = """
 int nvmlInit_v2(void) { return 0; }

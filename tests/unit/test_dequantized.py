@@ -16,10 +16,10 @@ from qerl_bench.engine.dequantized import Dequantized, copy_bytes
 from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.engine.sampler import Sampler
 from qerl_bench.model.policy import Policy
-from qerl_bench.options.fingerprint import as_dict, fingerprint
 from qerl_bench.quant.linear import PackedLinear
-from qerl_bench.rundir.finished_run import with_later_keys
 from qerl_bench.train.batch import make_batch
+from qerl_core.options.fingerprint import as_dict, fingerprint
+from qerl_core.rundir.finished_run import with_later_keys
 from qerl_kernels import decode as decode_kernels
 from qerl_kernels.decode_configs import MMA_V2, WGMMA
 from tests.failing import failing, shortages

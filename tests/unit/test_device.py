@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.process import device
-from qerl_bench.process.cards import DeviceCheck, require_gpu, visible_gpus
-from qerl_bench.process.device import PhaseTimer, peak_gib, reset_peak, resolve_device
+from qerl_core.checks import ConfigError
+from qerl_core.process import device
+from qerl_core.process.cards import DeviceCheck, require_gpu, visible_gpus
+from qerl_core.process.device import PhaseTimer, peak_gib, reset_peak, resolve_device
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from qerl_bench.studies.design.readings import by_base, final
-from qerl_bench.studies.design.sessions import Sessions
-from qerl_bench.studies.figures.dose import dose_response
-from qerl_bench.studies.figures.effects import PlottedArm
-from qerl_bench.studies.report import sessions
-from qerl_bench.studies.report.sessions import figures, read_once
+from qerl_studies.design.readings import by_base, final
+from qerl_studies.design.sessions import Sessions
+from qerl_studies.figures.dose import dose_response
+from qerl_studies.figures.effects import PlottedArm
+from qerl_studies.report import sessions
+from qerl_studies.report.sessions import figures, read_once
 
 STUDIES = Path(__file__).parents[2] / "studies"
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from qerl_bench.rundir.durable import atomically, make_folder, write_atomically
-from qerl_bench.rundir.run_dir import RunDir
+from qerl_core.rundir.durable import atomically, make_folder, write_atomically
+from qerl_core.rundir.run_dir import RunDir
 
 
 @pytest.fixture

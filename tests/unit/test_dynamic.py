@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from qerl_bench.aqn.injector import NoiseReport
-from qerl_bench.checks import TrainingStopped
 from qerl_bench.experiment import collect_rollouts, rollout_batch
-from qerl_bench.metrics import LOOP_WINDOW, garbled
-from qerl_bench.process.device import PhaseTimer
-from qerl_bench.records import Prompt, Reward, Rollout
 from qerl_bench.reward.task import TaskReward
+from qerl_core.checks import TrainingStopped
+from qerl_core.metrics import LOOP_WINDOW, garbled
+from qerl_core.process.device import PhaseTimer
+from qerl_core.records import Prompt, Reward, Rollout
 
 PROMPT = Prompt(id="p", messages=(), answer="1")
 

@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.engine import hf, hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.decoder_blocks import kv_bytes
 from qerl_bench.engine.recordable import eager_reason
 from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.engine.sampler import Sampler, decode
-from qerl_bench.metrics import ENGINE_HF
 from qerl_bench.model import kernels
 from qerl_bench.model.kernels import LoRALinear, adapters_cast_to, fuse_linears
 from qerl_bench.model.policy import Policy
 from qerl_bench.quant.concat import concat_rows_in_place
 from qerl_bench.quant.linear import PackedLinear
-from qerl_bench.records import Prompt
 from qerl_bench.train.batch import make_batch
+from qerl_core.checks import ConfigError
+from qerl_core.metrics import ENGINE_HF
+from qerl_core.records import Prompt
 from tests.failing import failing
 
 QUESTIONS = ("7+5=?", "1", "one token for each letter of a longer question: 12+34-5=?", "19-3+4=?", "")

@@ -14,14 +14,14 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.engine import hf_reference
 from qerl_bench.engine.base import Sampling, require_room
 from qerl_bench.engine.hf import HF, HFEngine, request_key
 from qerl_bench.engine.hf_reference import decode
 from qerl_bench.quant.linear import PackedLinear
-from qerl_bench.records import Prompt, Rollout
 from qerl_bench.train.batch import make_batch
+from qerl_core.checks import ConfigError
+from qerl_core.records import Prompt, Rollout
 from qerl_kernels.sampling import draw, uniforms
 
 QUESTIONS = (

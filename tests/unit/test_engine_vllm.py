@@ -22,13 +22,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.config import build, compose
 from qerl_bench.engine.vllm import checkpoint as vllm_checkpoint
 from qerl_bench.engine.vllm import process as vllm_process
 from qerl_bench.engine.vllm.checkpoint import TENSOR_SCALE, BaseCheckpoint, packed_layers
 from qerl_bench.engine.vllm.install import require_device, require_supported
-from qerl_bench.metrics import sync_metrics
+from qerl_core.checks import ConfigError, TrainingStopped
+from qerl_core.metrics import sync_metrics
 
 
 @pytest.fixture

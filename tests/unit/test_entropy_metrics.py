@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from qerl_bench import metrics
 from qerl_bench.engine.base import Sampling
 from qerl_bench.model_setup import build_noise
-from qerl_bench.records import Group
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.update import make_optimizer, update
+from qerl_core import metrics
+from qerl_core.records import Group
 
 NO_RUN: Any = None  # a run directory is needed only if something is not finite
 

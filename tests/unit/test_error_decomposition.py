@@ -14,8 +14,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.commands.figure import main as draw_figure
 from qerl_bench.config import build, compose
 from qerl_bench.model.small import spread_channels
 from qerl_bench.quant.error_decomposition import layer_report, output_error, unpacked_report, write_layers
@@ -25,7 +23,9 @@ from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quantizer.apply import RTN, quantize_model
 from qerl_bench.quantizer.calibration import Calibration
-from qerl_bench.studies.figures.error_decomposition import draw, one_of_each
+from qerl_core.checks import ConfigError
+from qerl_studies.commands.figure import main as draw_figure
+from qerl_studies.figures.error_decomposition import draw, one_of_each
 from tests.scripts import script
 from tests.weight_formats import PLAIN, symmetric
 

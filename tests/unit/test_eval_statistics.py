@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.eval.paired import gains, paired, read_samples
-from qerl_bench.statistics import majority, over_questions, over_samples, paired_difference, pass_at_k
+from qerl_core.checks import ConfigError
+from qerl_core.statistics import majority, over_questions, over_samples, paired_difference, pass_at_k
 
 # --- by hand ---
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose, spec
+from qerl_core.checks import ConfigError
 
 
 @pytest.fixture(scope="module")

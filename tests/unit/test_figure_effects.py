@@ -15,22 +15,22 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.commands.figure import main as draw_figure
-from qerl_bench.studies.claims import measures
-from qerl_bench.studies.claims.registry import QERL, claims_of
-from qerl_bench.studies.figures import against, arms, effects, named, paired
-from qerl_bench.studies.figures.aggregate import overview, scores
-from qerl_bench.studies.figures.curves import REWARD, Curve, format_curves, noise_curves
-from qerl_bench.studies.figures.labels import label_settings, noise_text
-from qerl_bench.studies.figures.noise import sigma_doses, sigma_figure
-from qerl_bench.studies.figures.run import comparison
-from qerl_bench.studies.runs.comparable import load_runs
-from qerl_bench.studies.runs.load import Run, load_run
-from qerl_bench.studies.runs.measure import Measure, area, final_accuracy, median_after_warmup
-from qerl_bench.studies.runs.resampling import probability_of_improvement
-from qerl_bench.studies.runs.settings import Study, describe_repeats, group_by_setting
-from qerl_bench.studies.tables.terminal import summary
+from qerl_core.checks import ConfigError
+from qerl_studies.claims import measures
+from qerl_studies.claims.registry import QERL, claims_of
+from qerl_studies.commands.figure import main as draw_figure
+from qerl_studies.figures import against, arms, effects, named, paired
+from qerl_studies.figures.aggregate import overview, scores
+from qerl_studies.figures.curves import REWARD, Curve, format_curves, noise_curves
+from qerl_studies.figures.labels import label_settings, noise_text
+from qerl_studies.figures.noise import sigma_doses, sigma_figure
+from qerl_studies.figures.run import comparison
+from qerl_studies.runs.comparable import load_runs
+from qerl_studies.runs.load import Run, load_run
+from qerl_studies.runs.measure import Measure, area, final_accuracy, median_after_warmup
+from qerl_studies.runs.resampling import probability_of_improvement
+from qerl_studies.runs.settings import Study, describe_repeats, group_by_setting
+from qerl_studies.tables.terminal import summary
 from tests.run_folders import DONE, SHORT, write_run
 from tests.scripts import script
 
@@ -301,7 +301,7 @@ def test_a_single_seed_has_no_interval_and_is_called_that(tmp_path: Path) -> Non
 
 
 def test_a_pair_of_which_one_run_diverged_is_a_cross(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qerl_bench.studies.claims.preconditions.SMOOTHED", 1)
+    monkeypatch.setattr("qerl_studies.claims.preconditions.SMOOTHED", 1)
     runs = [make(tmp_path, 0), make(tmp_path, 1)]
     runs += [make(tmp_path, 0, "nvfp4"), make(tmp_path, 1, "nvfp4", course=(0.5, 0.8, 0.6))]
     figure = effects.dot_plot(arms.format_arms(Study(runs).settings), [ACCURACY])

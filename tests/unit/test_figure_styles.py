@@ -9,9 +9,9 @@ import pytest
 from matplotlib import rcParams
 from matplotlib.figure import Figure
 
-from qerl_bench.commands.figure import main
-from qerl_bench.studies.figures import style
-from qerl_bench.studies.figures.named import FIGURES, Named
+from qerl_studies.commands.figure import main
+from qerl_studies.figures import style
+from qerl_studies.figures.named import FIGURES, Named
 
 
 @pytest.fixture(autouse=True)

@@ -19,15 +19,15 @@ from matplotlib.axes import Axes
 from matplotlib.container import ErrorbarContainer
 from matplotlib.lines import Line2D
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.commands.figure import main as draw_figure
-from qerl_bench.process.arguments import whole
-from qerl_bench.studies.figures import run as figures
-from qerl_bench.studies.figures import style
-from qerl_bench.studies.figures.named import FIGURES
-from qerl_bench.studies.runs.find import find_runs
-from qerl_bench.studies.runs.load import load_run
-from qerl_bench.studies.runs.settings import Study
+from qerl_core.checks import ConfigError
+from qerl_core.process.arguments import whole
+from qerl_studies.commands.figure import main as draw_figure
+from qerl_studies.figures import run as figures
+from qerl_studies.figures import style
+from qerl_studies.figures.named import FIGURES
+from qerl_studies.runs.find import find_runs
+from qerl_studies.runs.load import load_run
+from qerl_studies.runs.settings import Study
 from tests import run_folders
 from tests.run_folders import DONE, SHORT
 
@@ -435,9 +435,7 @@ def test_drawing_leaves_no_global_state(tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
     figures.run_figures(reward_run(tmp_path / "a"))
     assert dict(matplotlib.rcParams) == before
-    code = (
-        "import sys, qerl_bench.studies.figures.run; print('matplotlib.pyplot' in sys.modules, 'torch' in sys.modules)"
-    )
+    code = "import sys, qerl_studies.figures.run; print('matplotlib.pyplot' in sys.modules, 'torch' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.split() == ["False", "False"]
 

@@ -13,13 +13,13 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.studies.conduct.archive import ANSWERS
-from qerl_bench.studies.design.design import read_design
-from qerl_bench.studies.design.sessions import Sessions, read_probes, read_study
-from qerl_bench.studies.report.primary import differences
-from qerl_bench.studies.report.probe_page import markdown
-from qerl_bench.studies.report.sessions import read_once
+from qerl_bench.conduct.archive import ANSWERS
+from qerl_core.checks import ConfigError
+from qerl_studies.design.design import read_design
+from qerl_studies.design.sessions import Sessions, read_probes, read_study
+from qerl_studies.report.primary import differences
+from qerl_studies.report.probe_page import markdown
+from qerl_studies.report.sessions import read_once
 from tests.scripts import ROOT, script
 
 STUDY = ROOT / "studies" / "real-2026"

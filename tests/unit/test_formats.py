@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.quant.bf16 import BF16
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
+from qerl_core.checks import ConfigError
 from qerl_kernels import e2m1, mxfp4, nvfp4
 from tests.weight_formats import PLAIN
 

@@ -23,27 +23,27 @@ import pandas as pd
 import pytest
 import yaml
 
-from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.commands import gates as command
 from qerl_bench.commands import study
+from qerl_bench.conduct import probe_queue, runner
+from qerl_bench.conduct.archive import archive_probes
+from qerl_bench.conduct.deadline import Deadline
+from qerl_bench.conduct.runner import Blocks, blocks_of
 from qerl_bench.config import build, compose
-from qerl_bench.options.user_options import search_path
 from qerl_bench.probe.bisection import TOLERANCE, find_sigma
-from qerl_bench.process.children import Child
-from qerl_bench.process.installation import CONF_DIR
-from qerl_bench.process.termination import Terminated
-from qerl_bench.statistics import mean_ci
-from qerl_bench.studies.conduct import probe_queue, runner
-from qerl_bench.studies.conduct.archive import archive_probes
-from qerl_bench.studies.conduct.deadline import Deadline
-from qerl_bench.studies.conduct.runner import Blocks, blocks_of
-from qerl_bench.studies.design.controls import LEVEL, one_passes
-from qerl_bench.studies.design.design import Design, read_design
-from qerl_bench.studies.design.gates import Result, between, blocked, gates, override, render, to_json
-from qerl_bench.studies.design.readings import Runs
-from qerl_bench.studies.design.sessions import read_probes, read_sessions, words_of_runs
-from qerl_bench.studies.runs.load import Run
-from qerl_bench.sweep.points import Point
+from qerl_core.checks import ConfigError, TrainingStopped
+from qerl_core.options.user_options import search_path
+from qerl_core.process.children import Child
+from qerl_core.process.installation import CONF_DIR
+from qerl_core.process.termination import Terminated
+from qerl_core.statistics import mean_ci
+from qerl_core.sweeps.points import Point
+from qerl_studies.design.controls import LEVEL, one_passes
+from qerl_studies.design.design import Design, read_design
+from qerl_studies.design.gates import Result, between, blocked, gates, override, render, to_json
+from qerl_studies.design.readings import Runs
+from qerl_studies.design.sessions import read_probes, read_sessions, words_of_runs
+from qerl_studies.runs.load import Run
 from tests.failing import failing
 
 if TYPE_CHECKING:
@@ -307,8 +307,8 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
     tmp_path: Path, stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its quantizer, the place of its noise and the format of its rollouts; arms of one shape are measured once."""
+    from qerl_bench.conduct import probe_process
     from qerl_bench.probe import rise
-    from qerl_bench.studies.conduct import probe_process
 
     arms = {
         "bf16": "",
@@ -351,7 +351,7 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
 def test_arms_with_the_weights_of_their_format_share_its_policy_and_no_number_tells(
     tmp_path: Path, listen: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qerl_bench.studies.conduct import probe_process
+    from qerl_bench.conduct import probe_process
 
     arms = {
         "bf16": "",
@@ -466,7 +466,7 @@ STUB = """
 import sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from qerl_bench.process.children import end_with_parent
+from qerl_core.process.children import end_with_parent
 end_with_parent()
 folder, code = Path(sys.argv[1]), sys.argv[2]
 with open(folder.parent / "order", "a") as file:
@@ -652,7 +652,7 @@ def test_formats_and_doses_that_only_another_tier_needs_are_not_measured(
 
 
 def test_a_process_probes_for_the_arms_that_it_is_told(stand_in: Callable[..., None]) -> None:
-    from qerl_bench.studies.conduct import probe_process
+    from qerl_bench.conduct import probe_process
 
     called: list[Any] = []
     stand_in(probe_process, probe_base=lambda *given: called.append(given))

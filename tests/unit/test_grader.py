@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.task.grader import latex
 from qerl_bench.task.grader.extract import ANSWER_FORMATS
 from qerl_bench.task.grader.grader import Grader
 from qerl_bench.task.grader.latex import Comparer, compare
+from qerl_core.checks import ConfigError
 from tests.failing import failing
 
 NUMERIC = Grader(answer_format="tags", equality="numeric", correct_weight=1.0, format_weight=0.2)

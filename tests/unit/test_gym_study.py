@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from qerl_bench.config import build, compose
-from qerl_bench.studies.design.design import Design, read_design
+from qerl_studies.design.design import Design, read_design
 from tests.scripts import ROOT, script
 
 GYM = ROOT / "studies" / "real-2026" / "gym"

@@ -12,13 +12,13 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.commands import eval as command
-from qerl_bench.commands.exits import exit_in_words
 from qerl_bench.config import build, compose
-from qerl_bench.rundir.checksums import SEALS
-from qerl_bench.rundir.run_checks import check_run_dir
-from qerl_bench.studies.runs.load import load_run
+from qerl_core.checks import ConfigError
+from qerl_core.exits import exit_in_words
+from qerl_core.rundir.checksums import SEALS
+from qerl_core.rundir.run_checks import check_run_dir
+from qerl_studies.runs.load import load_run
 
 if TYPE_CHECKING:
     from conftest import Runs
@@ -65,7 +65,7 @@ CALLS = {
     "copy": {"_target_": "shutil.copyfile", "src": "evil.pkl", "dst": "canary"},
     "module": {"_target_": "evilmodule.Anything"},
     "imported by the project": {"_target_": "qerl_bench.experiment_spec.Path"},
-    "no option": {"_target_": "qerl_bench.rundir.run_dir.RunDir", "path": "canary", "cfg": {}},
+    "no option": {"_target_": "qerl_core.rundir.run_dir.RunDir", "path": "canary", "cfg": {}},
     "list": [[{"deep": {"_target_": "evilmodule.Anything"}}]],
     "no text": {"_target_": ["os", "system"]},
 }

@@ -17,14 +17,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from qerl_bench import experiment as loop
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build
-from qerl_bench.rundir.checkpoints import last_checkpoint
-from qerl_bench.rundir.checksums import DONE, SEALS
-from qerl_bench.rundir.run_checks import MADE_AGAIN, check_run_dir
-from qerl_bench.rundir.run_dir import RunDir
-from qerl_bench.studies.runs.find import find_runs
-from qerl_bench.studies.runs.load import load_run
+from qerl_core.checks import ConfigError
+from qerl_core.rundir.checkpoints import last_checkpoint
+from qerl_core.rundir.checksums import DONE, SEALS
+from qerl_core.rundir.run_checks import MADE_AGAIN, check_run_dir
+from qerl_core.rundir.run_dir import RunDir
+from qerl_studies.runs.find import find_runs
+from qerl_studies.runs.load import load_run
 from tests.failing import failing
 from tests.faults.damage import DAMAGES
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.model.byte_tokenizer import byte_tokenizer
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.preflight import check_packed_share
 from qerl_bench.quant.export import export
 from qerl_bench.quant.linear import PackedLinear
+from qerl_core.checks import ConfigError
 from tests.models import builds
 from tests.weight_formats import symmetric
 

@@ -14,8 +14,8 @@ import torch
 from qerl_bench.config import build
 from qerl_bench.experiment import collect_rollouts
 from qerl_bench.model_setup import build_policy
-from qerl_bench.process.device import PhaseTimer
 from qerl_bench.train.lag import Lag
+from qerl_core.process.device import PhaseTimer
 from tests.short_runs import steps_of
 
 RUN = ("task=even_characters", "optim.lr=0.05", "quant=nvfp4", "eval=none", "steps=5", "save_every=1")

@@ -17,21 +17,21 @@ import pytest
 
 from hydra_plugins.process_launcher.launcher import ProcessLauncher
 from qerl_bench import experiment as loop
-from qerl_bench.checks import ConfigError
-from qerl_bench.process.gpu_share import RUNS_ON_GPU, neighbours
-from qerl_bench.process.progress import watch
-from qerl_bench.process.termination import Terminated, terminations_noted, terminations_raise
-from qerl_bench.rundir import locks
 from qerl_bench.sweep import processes
-from qerl_bench.sweep.pace import AROUND, Pace, share_to_make, time_left
-from qerl_bench.sweep.points import Point, SweepFailed
+from qerl_core.checks import ConfigError
+from qerl_core.process.gpu_share import RUNS_ON_GPU, neighbours
+from qerl_core.process.progress import watch
+from qerl_core.process.termination import Terminated, terminations_noted, terminations_raise
+from qerl_core.rundir import locks
+from qerl_core.sweeps.pace import AROUND, Pace, share_to_make, time_left
+from qerl_core.sweeps.points import Point, SweepFailed
 from tests.short_runs import steps_of
 
 # A run whose overrides are Python: it gets the folder of the run as `folder`.
 STUB = """
 import sys, time
 from pathlib import Path
-from qerl_bench.process.children import end_with_parent
+from qerl_core.process.children import end_with_parent
 end_with_parent()
 folder = Path(sys.argv[1])
 exec(sys.argv[2])
@@ -246,8 +246,8 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from qerl_bench.sweep import processes
-from qerl_bench.sweep.points import Point
-from qerl_bench.commands.exits import exit_in_words
+from qerl_core.sweeps.points import Point
+from qerl_core.exits import exit_in_words
 processes.run_command = lambda: [sys.executable, "-c", sys.argv[1]]
 folders = [Path(sys.argv[2]) / name for name in "ab"]
 points = [Point([str(folder), sys.argv[3]], folder.name, folder, False) for folder in folders]

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from qerl_bench.rundir import lease, locks
+from qerl_core.rundir import lease, locks
 from tests.failing import failing
 
 PEER = """
 import sys, time
-from qerl_bench.rundir import lease
-from qerl_bench.rundir import locks
+from qerl_core.rundir import lease
+from qerl_core.rundir import locks
 lease.machine = lambda: sys.argv[2]
 lease.BEAT_S, lease.STALE_S = 0.2, float(sys.argv[3])
 locks.fcntl.flock = lambda file, kind: None  # as where locks hold on one machine only, and this is another

@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 import yaml
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.studies.design.design import Design, read_design
-from qerl_bench.studies.design.gates import gates
-from qerl_bench.studies.design.limits import BUILT_IN, read_limits
-from qerl_bench.studies.design.readings import above_half_time, gain_where_complete, lenient_gap, mixed_group
+from qerl_core.checks import ConfigError
+from qerl_studies.design.design import Design, read_design
+from qerl_studies.design.gates import gates
+from qerl_studies.design.limits import BUILT_IN, read_limits
+from qerl_studies.design.readings import above_half_time, gain_where_complete, lenient_gap, mixed_group
 
 STUDY: dict[str, Any] = {
     "common": ["model=tiny", "rollout.group_size=2"],

@@ -17,16 +17,16 @@ import pytest
 from matplotlib.text import Text
 from omegaconf import OmegaConf
 
-from qerl_bench.commands import claims as command
 from qerl_bench.config import build, compose
-from qerl_bench.studies.claims.claim import Claim, ClaimResult
-from qerl_bench.studies.claims.evaluate import evaluate_claims
-from qerl_bench.studies.claims.measures import NOISY_ENTROPY, answered_once, growth_of_mismatch
-from qerl_bench.studies.claims.preconditions import ManipulationCheck
-from qerl_bench.studies.claims.registry import QERL, claims_of, families
-from qerl_bench.studies.figures.forest import all_claims
-from qerl_bench.studies.runs.comparable import load_runs
-from qerl_bench.studies.runs.load import Run
+from qerl_studies.claims.claim import Claim, ClaimResult
+from qerl_studies.claims.evaluate import evaluate_claims
+from qerl_studies.claims.measures import NOISY_ENTROPY, answered_once, growth_of_mismatch
+from qerl_studies.claims.preconditions import ManipulationCheck
+from qerl_studies.claims.registry import QERL, claims_of, families
+from qerl_studies.commands import claims as command
+from qerl_studies.figures.forest import all_claims
+from qerl_studies.runs.comparable import load_runs
+from qerl_studies.runs.load import Run
 from tests.run_folders import write_run
 
 ROOT = Path(__file__).parents[2]

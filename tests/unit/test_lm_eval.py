@@ -14,12 +14,12 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.engine.hf import HFEngine
 from qerl_bench.eval.base import metrics_of
 from qerl_bench.eval.lm_eval.spec import LMEval, config_node
 from qerl_bench.eval.task import TaskEvaluation
-from qerl_bench.records import RENDERED
+from qerl_core.checks import ConfigError
+from qerl_core.records import RENDERED
 
 QUESTIONS = 6
 LIMIT = 12  # new tokens

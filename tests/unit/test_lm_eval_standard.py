@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from qerl_bench import metrics
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose, spec
 from qerl_bench.engine.hf import HFEngine
 from qerl_bench.eval.base import metrics_of
 from qerl_bench.eval.lm_eval.standard import minerva_math500, raw
 from qerl_bench.eval.record import record_evaluation
-from qerl_bench.rundir.run_dir import RunDir
+from qerl_core import metrics
+from qerl_core.checks import ConfigError
+from qerl_core.rundir.run_dir import RunDir
 
 TINY = Path(__file__).parents[1] / "assets" / "gsm8k_tiny.jsonl"
 pytest.importorskip("lm_eval")

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.commands import claims, collect, compare, figure, gates, matrix, plan, publish, report, study, verdicts
-from qerl_bench.studies.conduct import runner
-from qerl_bench.studies.design.looks import at_last_look, seen_runs, shown_runs
-from qerl_bench.studies.design.sessions import read_study
-from qerl_bench.studies.report.sessions import beside
-from qerl_bench.studies.runs.find import chosen_runs
+from qerl_bench.commands import gates, study
+from qerl_bench.conduct import runner
+from qerl_core.checks import ConfigError
+from qerl_studies.commands import claims, collect, compare, figure, matrix, plan, publish, report, verdicts
+from qerl_studies.design.looks import at_last_look, seen_runs, shown_runs
+from qerl_studies.design.sessions import read_study
+from qerl_studies.report.sessions import beside
+from qerl_studies.runs.find import chosen_runs
 from tests.scripts import ROOT
 
 REAL = ROOT / "studies" / "real-2026" / "05b"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qerl_bench.checks import ConfigError
+from qerl_core.checks import ConfigError
 
 
 @pytest.mark.parametrize(

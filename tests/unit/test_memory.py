@@ -11,17 +11,17 @@ from typing import Any, cast
 import pytest
 import torch
 
-from qerl_bench.checks import ConfigError, TrainingStopped
-from qerl_bench.commands.exits import exit_in_words
-from qerl_bench.process.device import PhaseTimer, peak_bytes
-from qerl_bench.process.gpu_share import RUNS_ON_GPU, free_bytes, keep_to_share, keepable_bytes, spare_bytes
-from qerl_bench.process.out_of_memory import memory_for, shortage, whole_or_halves
 from qerl_bench.train import memory_plan
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.memory_plan import MemoryPlan, Size, micro_batch_size
 from qerl_bench.train.reduced_sizes import shortages_of
 from qerl_bench.train.retry_smaller import after_shortage
 from qerl_bench.train.update import make_optimizer, update
+from qerl_core.checks import ConfigError, TrainingStopped
+from qerl_core.exits import exit_in_words
+from qerl_core.process.device import PhaseTimer, peak_bytes
+from qerl_core.process.gpu_share import RUNS_ON_GPU, free_bytes, keep_to_share, keepable_bytes, spare_bytes
+from qerl_core.process.out_of_memory import memory_for, shortage, whole_or_halves
 
 GIB = 2**30
 

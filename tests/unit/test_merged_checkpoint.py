@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.commands.export import main
 from qerl_bench.config import build
 from qerl_bench.experiment import run_experiment
 from qerl_bench.model.merged_checkpoint import export_merged
+from qerl_core.checks import ConfigError
 
 IDS = torch.tensor([[3, 200, 17, 44, 101, 7]])
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.commands.export import main as export
 from qerl_bench.config import build
 from qerl_bench.engine.merged import MergingEngine
@@ -21,12 +20,13 @@ from qerl_bench.experiment import rollout_sampling
 from qerl_bench.model.block import FusedBlock
 from qerl_bench.model.merging import REASON
 from qerl_bench.model_setup import build_policy
-from qerl_bench.options.fingerprint import fingerprint, scientific
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.packed_checkpoint import read_packed
 from qerl_bench.run_setup import on_base_of
-from qerl_bench.rundir.finished_run import without_training
 from qerl_bench.train.recorded_passes import why_not
+from qerl_core.checks import ConfigError
+from qerl_core.options.fingerprint import fingerprint, scientific
+from qerl_core.rundir.finished_run import without_training
 from tests.short_runs import steps_of
 from tests.weight_formats import FORMATS
 

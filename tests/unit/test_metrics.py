@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench import metrics
 from qerl_bench.engine.hf import HFEngine
 from qerl_bench.eval.base import metrics_of
 from qerl_bench.eval.record import record_evaluation
 from qerl_bench.experiment import collect_rollouts, train_step
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import build_policy
-from qerl_bench.process.device import PhaseTimer
-from qerl_bench.records import Group, Prompt, Reward, Rollout
 from qerl_bench.run_setup import Setup
-from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.lag import Lag
 from qerl_bench.train.update import make_optimizer
+from qerl_core import metrics
+from qerl_core.process.device import PhaseTimer
+from qerl_core.records import Group, Prompt, Reward, Rollout
+from qerl_core.rundir.run_dir import RunDir
 from qerl_kernels.loss_head import entropy_of
 
 PARTS = {"reward/correct", "reward/format"}  # reward/<part>, as task=arithmetic names its parts

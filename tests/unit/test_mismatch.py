@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench import metrics
 from qerl_bench.algo.base import LossInputs
 from qerl_bench.algo.importance_sampling import ImportanceSampling
 from qerl_bench.algo.loss import step_loss
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.update import make_optimizer, update
+from qerl_core import metrics
 
 Maker = Callable[..., Any]
 NO_RUN: Any = None  # a run directory is needed only if something is not finite

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.process import mps
-from qerl_bench.process.mps import PIPES, side_by_side
+from qerl_core.checks import ConfigError
+from qerl_core.process import mps
+from qerl_core.process.mps import PIPES, side_by_side
 
 SERVICE = """#!/usr/bin/env bash
 # As the program does: -f serves until it is told to quit, by its other self, through the folder.

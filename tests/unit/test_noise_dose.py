@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from qerl_bench import dose, metrics
+from qerl_bench import dose
 from qerl_bench.config import build
 from qerl_bench.experiment import collect_rollouts, rollout_sampling, run_experiment
 from qerl_bench.model_setup import build_noise
-from qerl_bench.process.device import PhaseTimer
-from qerl_bench.records import Prompt, Rollout
 from qerl_bench.train.memory_plan import Size
+from qerl_core import metrics
+from qerl_core.process.device import PhaseTimer
+from qerl_core.records import Prompt, Rollout
 
 NOISE = ("aqn=constant", "aqn.level=0.3", "quant=bf16", "rollout.temperature=0.8", "rollout.group_size=3")
 

@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.studies.figures.noise import (
+from qerl_core.checks import ConfigError
+from qerl_studies.figures.noise import (
     DIFFERENCES,
     entropies,
     matched_temperature,
@@ -22,8 +22,8 @@ from qerl_bench.studies.figures.noise import (
     sigma_figure,
     with_constant_sigma,
 )
-from qerl_bench.studies.runs.load import Run, load_run
-from qerl_bench.studies.runs.settings import Study
+from qerl_studies.runs.load import Run, load_run
+from qerl_studies.runs.settings import Study
 from tests.run_folders import SHORT, write_run
 
 

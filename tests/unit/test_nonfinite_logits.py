@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.checks import TrainingStopped
-from qerl_bench.commands.exits import exit_in_words
 from qerl_bench.config import build
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import HFEngine
@@ -20,9 +18,11 @@ from qerl_bench.engine.sampler import Sampler
 from qerl_bench.experiment import run_experiment
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import build_policy
-from qerl_bench.process.arguments import whole
-from qerl_bench.records import Prompt
 from qerl_bench.train.nonfinite import during, require_finite_logits
+from qerl_core.checks import TrainingStopped
+from qerl_core.exits import exit_in_words
+from qerl_core.process.arguments import whole
+from qerl_core.records import Prompt
 
 PROMPTS = [Prompt(id=f"test/{i}", messages=({"role": "user", "content": f"{i}+1=?"},), answer="0") for i in range(3)]
 SAMPLING = Sampling(samples=2, temperature=1.0, max_tokens=5, seed=1)

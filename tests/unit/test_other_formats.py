@@ -11,15 +11,15 @@ import pandas as pd
 import pytest
 import torch
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.commands.eval import main as evaluate_again
 from qerl_bench.config import build
 from qerl_bench.experiment import collect_rollouts, run_experiment
 from qerl_bench.model_setup import build_policy
-from qerl_bench.process.device import PhaseTimer
 from qerl_bench.run_setup import on_base_of
-from qerl_bench.rundir.finished_run import without_training
-from qerl_bench.studies.runs.load import load_run
+from qerl_core.checks import ConfigError
+from qerl_core.process.device import PhaseTimer
+from qerl_core.rundir.finished_run import without_training
+from qerl_studies.runs.load import load_run
 from tests.short_runs import killed_in_step
 
 IDS = torch.arange(24).reshape(2, 12) % 97

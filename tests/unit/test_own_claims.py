@@ -10,13 +10,13 @@ import pytest
 import yaml
 
 from qerl_bench.__main__ import main
-from qerl_bench.checks import ConfigError
-from qerl_bench.options.user_options import use
-from qerl_bench.process.installation import CONF_DIR
-from qerl_bench.statistics import holm
-from qerl_bench.studies.claims.evaluate import evaluate_claims
-from qerl_bench.studies.claims.registry import QERL, claims_of, families, own_claims
-from qerl_bench.studies.runs.comparable import load_runs
+from qerl_core.checks import ConfigError
+from qerl_core.options.user_options import use
+from qerl_core.process.installation import CONF_DIR
+from qerl_core.statistics import holm
+from qerl_studies.claims.evaluate import evaluate_claims
+from qerl_studies.claims.registry import QERL, claims_of, families, own_claims
+from qerl_studies.runs.comparable import load_runs
 
 ASSETS = Path(__file__).parents[1] / "assets" / "runs"
 ARMS = {"nvfp4": {"quant.name": "nvfp4", "aqn.name": "none"}, "bf16": {"quant.name": "bf16", "aqn.name": "none"}}

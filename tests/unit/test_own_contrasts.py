@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from qerl_bench.commands import compare
-from qerl_bench.commands import report as command
-from qerl_bench.options.fingerprint import canonical
-from qerl_bench.statistics import Estimate
-from qerl_bench.studies.figures.headline import POINTS, by_step, in_a_word, value_of
-from qerl_bench.studies.report.curve_drawing import Frame
-from qerl_bench.studies.report.own_runs import CURVES, drawn_arms, own_content
-from qerl_bench.studies.runs.comparable import load_runs
-from qerl_bench.studies.runs.own_contrasts import Levels, own_contrasts
-from qerl_bench.studies.runs.settings import Setting, group_by_setting
+from qerl_core.options.fingerprint import canonical
+from qerl_core.statistics import Estimate
+from qerl_studies.commands import compare
+from qerl_studies.commands import report as command
+from qerl_studies.figures.headline import POINTS, by_step, in_a_word, value_of
+from qerl_studies.report.curve_drawing import Frame
+from qerl_studies.report.own_runs import CURVES, drawn_arms, own_content
+from qerl_studies.runs.comparable import load_runs
+from qerl_studies.runs.own_contrasts import Levels, own_contrasts
+from qerl_studies.runs.settings import Setting, group_by_setting
 
 ASSETS = Path(__file__).parents[1] / "assets" / "runs"
 

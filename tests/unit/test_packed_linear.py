@@ -11,7 +11,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import checkpoint
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.quant.bf16 import BF16
 from qerl_bench.quant.concat import concat_rows_in_place
 from qerl_bench.quant.linear import KERNEL_BUFFERS, PackedLinear, pack_linear, resident_bytes
@@ -20,6 +19,7 @@ from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quantizer.apply import quantize_model
+from qerl_core.checks import ConfigError
 from tests.weight_formats import PLAIN, symmetric
 
 NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors", **PLAIN)

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from qerl_bench.studies.design.design import read_design
+from qerl_studies.design.design import read_design
 from tests.scripts import ROOT, script
 
 PILOT = ROOT / "studies" / "real-2026" / "pilot"

@@ -8,11 +8,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.commands import plan
-from qerl_bench.studies.claims.evaluate import evaluate_claims
-from qerl_bench.studies.claims.registry import QERL, claims_of
-from qerl_bench.studies.runs.committed import settings_file
+from qerl_core.checks import ConfigError
+from qerl_studies.claims.evaluate import evaluate_claims
+from qerl_studies.claims.registry import QERL, claims_of
+from qerl_studies.commands import plan
+from qerl_studies.runs.committed import settings_file
 from tests.scripts import script
 
 planting = script("studies/planting/planting.py")

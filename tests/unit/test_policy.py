@@ -18,7 +18,6 @@ from tokenizers.models import WordPiece
 from transformers import PreTrainedTokenizerFast
 
 from qerl_bench.algo.sft import SFT
-from qerl_bench.checks import ConfigError
 from qerl_bench.model.byte_tokenizer import byte_tokenizer
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.token_ids import stop_ids
@@ -26,10 +25,11 @@ from qerl_bench.model.word_tokenizer import word_tokenizer
 from qerl_bench.model_setup import build_policy
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quantizer.apply import quantize_model
-from qerl_bench.records import Demonstration, Prompt
 from qerl_bench.task.chat_template import texts_of
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.update import make_optimizer, update
+from qerl_core.checks import ConfigError
+from qerl_core.records import Demonstration, Prompt
 
 QUANTS = pytest.mark.parametrize("quant", ["bf16", "nvfp4", "mxfp4", "nf4"])
 PACKED = pytest.mark.parametrize("quant", ["nvfp4", "mxfp4", "nf4"])

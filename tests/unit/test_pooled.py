@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_bench.checks import ConfigError
+from qerl_core.checks import ConfigError
 from tests.scripts import script
 
 POOLED = script("studies/shortcut-2026-doses/pooled.py")

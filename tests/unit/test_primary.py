@@ -15,16 +15,16 @@ import pytest
 import yaml
 from scipy import stats
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.studies.design.design import read_design
-from qerl_bench.studies.design.looks import at_last_look, counted
-from qerl_bench.studies.design.primary import Primary
-from qerl_bench.studies.design.sessions import Sessions, read_study
-from qerl_bench.studies.report import sessions
-from qerl_bench.studies.report.primary import look, primary_page
-from qerl_bench.studies.report.secondary import secondary_page
-from qerl_bench.studies.report.sessions import contents, main, read_once, shown_on_page
-from qerl_bench.studies.runs.comparable import load_runs
+from qerl_core.checks import ConfigError
+from qerl_studies.design.design import read_design
+from qerl_studies.design.looks import at_last_look, counted
+from qerl_studies.design.primary import Primary
+from qerl_studies.design.sessions import Sessions, read_study
+from qerl_studies.report import sessions
+from qerl_studies.report.primary import look, primary_page
+from qerl_studies.report.secondary import secondary_page
+from qerl_studies.report.sessions import contents, main, read_once, shown_on_page
+from qerl_studies.runs.comparable import load_runs
 from tests.scripts import ROOT
 
 REAL = ROOT / "studies" / "real-2026"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from qerl_bench.metrics import definitions
-from qerl_bench.studies.runs.private import Private
+from qerl_core.metrics import definitions
+from qerl_studies.runs.private import Private
 
 ALICE = Private("alice", "node-17.cluster.example.org")
 TOKEN = "hf_" + "aB3" * 12

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.commands.probe import check, parsed
 from qerl_bench.probe.answers import SCHEMA, TOP_P, Asked, asked_at, numbers, sampling, table
 from qerl_bench.probe.one_model import best_of
-from qerl_bench.records import Prompt, Rollout
-from qerl_bench.studies.probes.advice import advice, learnable
-from qerl_bench.studies.probes.numbers import PARTS, accuracy, by_part, enough_tokens, pass_at, signal
-from qerl_bench.studies.probes.page import difference
+from qerl_core.checks import ConfigError
+from qerl_core.records import Prompt, Rollout
+from qerl_studies.probes.advice import advice, learnable
+from qerl_studies.probes.numbers import PARTS, accuracy, by_part, enough_tokens, pass_at, signal
+from qerl_studies.probes.page import difference
 
 
 def rollout(question: str, sample: int, entropies: list[float], text: str = "", finished: bool = True) -> Rollout:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.statistics import mean_ci
-from qerl_bench.studies.probes.over_units import (
+from qerl_core.checks import ConfigError
+from qerl_core.statistics import mean_ci
+from qerl_studies.probes.over_units import (
     accuracy_gap,
     by_scale,
     dose,
@@ -22,9 +22,9 @@ from qerl_bench.studies.probes.over_units import (
     ratio_of,
     without_error,
 )
-from qerl_bench.studies.probes.simex import extrapolated
-from qerl_bench.studies.report.model_page import model_page, shown
-from qerl_bench.studies.report.probe_page import figures, markdown
+from qerl_studies.probes.simex import extrapolated
+from qerl_studies.report.model_page import model_page, shown
+from qerl_studies.report.probe_page import figures, markdown
 
 
 def test_a_trend_in_the_added_variance_is_prolonged_to_no_error_copy_by_copy() -> None:

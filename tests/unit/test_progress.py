@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from qerl_bench.process import progress
-from qerl_bench.process.arguments import WIDTH, wrap_lines
-from qerl_bench.process.progress import StepProgress, duration, phase, silence_s
-from qerl_bench.process.terminal import WrappingFormatter
 from qerl_bench.sweep.table import sweep_table
+from qerl_core.process import progress
+from qerl_core.process.arguments import WIDTH, wrap_lines
+from qerl_core.process.progress import StepProgress, duration, phase, silence_s
+from qerl_core.process.terminal import WrappingFormatter
 from tests.failing import failing
 
 SOURCES = Path(__file__).parents[2] / "src"
@@ -164,8 +164,8 @@ def test_a_machine_without_room_for_a_thread_does_without(monkeypatch: pytest.Mo
 
 PROGRAM = """
 import sys, time
-from qerl_bench.process import progress
-from qerl_bench.process.terminal import lasting_output
+from qerl_core.process import progress
+from qerl_core.process.terminal import lasting_output
 progress.TICK_S = 0.05
 with lasting_output(), progress.phase("sampling", 4, "completions") as sampling:
     sampling.advance(3)

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose
 from qerl_bench.config import spec as build_spec
 from qerl_bench.model.byte_tokenizer import END_ID, TAGS, byte_tokenizer
 from qerl_bench.model.word_tokenizer import word_tokenizer
-from qerl_bench.records import Demonstration, Prompt
 from qerl_bench.task.chat_template import render_prompt
 from qerl_bench.task.chat_template import token_ids as ids_of_texts
 from qerl_bench.task.grader.extract import ANSWER_FORMATS, extract, well_formed
 from qerl_bench.task.prompts import INSTRUCTIONS, PLACES, TEMPLATES, PromptTemplate, format_demonstration
+from qerl_core.checks import ConfigError
+from qerl_core.records import Demonstration, Prompt
 
 QUESTION = "What is 2+3?"
 

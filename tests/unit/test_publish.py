@@ -14,15 +14,15 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from safetensors.torch import load_file
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.commands import check
-from qerl_bench.commands import publish as command
-from qerl_bench.rundir.checksums import digest
-from qerl_bench.studies.publish.crate import CRATE
-from qerl_bench.studies.publish.croissant import CROISSANT, license_address
-from qerl_bench.studies.runs.comparable import load_runs
-from qerl_bench.studies.runs.load import load_run
-from qerl_bench.studies.runs.private import Private
+from qerl_core.checks import ConfigError
+from qerl_core.rundir.checksums import digest
+from qerl_studies.commands import check
+from qerl_studies.commands import publish as command
+from qerl_studies.publish.crate import CRATE
+from qerl_studies.publish.croissant import CROISSANT, license_address
+from qerl_studies.runs.comparable import load_runs
+from qerl_studies.runs.load import load_run
+from qerl_studies.runs.private import Private
 
 ASSETS = Path(__file__).parents[1] / "assets" / "runs"
 TOKEN = "hf_" + "aB3" * 12

@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.model.byte_tokenizer import byte_tokenizer
 from qerl_bench.quant.linear import PackedLinear
@@ -27,6 +26,7 @@ from qerl_bench.quantizer.calibration import Calibration, batches
 from qerl_bench.quantizer.gptq import GPTQ, inverse_factor
 from qerl_bench.quantizer.mse import BlockScaleSearch
 from qerl_bench.quantizer.rtn import RoundToNearest
+from qerl_core.checks import ConfigError
 from qerl_kernels import nvfp4
 from tests.weight_formats import BLOCKS, PLAIN, symmetric
 

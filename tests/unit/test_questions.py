@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.config import spec as build_spec
 from qerl_bench.task import datafile, sources
@@ -26,6 +25,7 @@ from qerl_bench.task.dataset import DatasetTask
 from qerl_bench.task.grader.numbers import parse_number
 from qerl_bench.task.prompts import INSTRUCTIONS
 from qerl_bench.task.question_form import normalize_question
+from qerl_core.checks import ConfigError
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "assets" / "gsm8k_tiny.jsonl"

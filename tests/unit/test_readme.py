@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from qerl_bench.studies.report.sessions import read_once
-from qerl_bench.studies.runs.load import Run
+from qerl_studies.report.sessions import read_once
+from qerl_studies.runs.load import Run
 
 ROOT = Path(__file__).parents[2]
 STUDIES = ROOT / "studies"

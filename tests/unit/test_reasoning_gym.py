@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose, spec
-from qerl_bench.records import Prompt
 from qerl_bench.task import reasoning_gym
 from qerl_bench.task.reasoning_gym import REFUSED, ReasoningGym
 from qerl_bench.task.split import is_held_out
+from qerl_core.checks import ConfigError
+from qerl_core.records import Prompt
 
 ROOT = Path(__file__).parents[2]
 CHOSEN = ("knights_knaves", "number_sorting", "bf", "base_conversion")  # logic, algorithmic, code-like, arithmetic
@@ -80,7 +80,7 @@ def test_completions_are_judged_in_another_process_too(datasets: dict[str, Any])
     """The prompt's id is all that it takes; and the problem is the same whatever Python's hash seed."""
     prompts = {name: task(f"task.name={name}").eval_prompts(1)[0] for name in CHOSEN}
     code = (
-        "import json, sys; from qerl_bench.config import compose, spec; from qerl_bench.records import Prompt\n"
+        "import json, sys; from qerl_bench.config import compose, spec; from qerl_core.records import Prompt\n"
         "for name, id, gold, question in json.load(sys.stdin):\n"
         "    task = spec(compose(['task=reasoning_gym', f'task.name={name}']), 'task')\n"
         "    assert task.eval_prompts(1)[0].question == question\n"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.train import recorded_passes
 from qerl_bench.train import update as module
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.recorded_passes import PaddedInputs, bucket, why_not
+from qerl_core.checks import ConfigError
 
 LENGTHS = (4, 1, 9, 0, 6, 3, 12)
 NO_RUN: Any = None

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from hydra.errors import HydraException
 
-from qerl_bench.checks import ConfigError, RunLocked, TrainingStopped
-from qerl_bench.process.failure import failure_in_log
-from qerl_bench.rundir.locks import lock
-from qerl_bench.rundir.refusals import RECORDS, nothing_left_if_refused
+from qerl_core.checks import ConfigError, RunLocked, TrainingStopped
+from qerl_core.process.failure import failure_in_log
+from qerl_core.rundir.locks import lock
+from qerl_core.rundir.refusals import RECORDS, nothing_left_if_refused
 
 
 def attempt(folder: Path, error: Exception, *files: str) -> None:

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.studies.design.sessions import Sessions
-from qerl_bench.studies.report.sessions import read_once
+from qerl_core.checks import ConfigError
+from qerl_studies.design.sessions import Sessions
+from qerl_studies.report.sessions import read_once
 from tests.scripts import ROOT, script
 
 REPEAT, AGAIN = script("studies/real-2026/repeat.py"), script("studies/real-2026/again.py")

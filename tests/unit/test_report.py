@@ -12,15 +12,15 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.commands import compare
-from qerl_bench.commands import report as command
-from qerl_bench.studies.report import study_page
-from qerl_bench.studies.report.page import embedded
-from qerl_bench.studies.report.run_page import evenly, run_page
-from qerl_bench.studies.report.sessions import read_once
-from qerl_bench.studies.runs.comparable import load_runs
-from qerl_bench.sweep.status import Status
+from qerl_core.checks import ConfigError
+from qerl_core.sweeps.status import Status
+from qerl_studies.commands import compare
+from qerl_studies.commands import report as command
+from qerl_studies.report import study_page
+from qerl_studies.report.page import embedded
+from qerl_studies.report.run_page import evenly, run_page
+from qerl_studies.report.sessions import read_once
+from qerl_studies.runs.comparable import load_runs
 
 ASSETS = Path(__file__).parents[1] / "assets" / "runs"
 WORLDS = Path(__file__).parents[2] / "studies" / "worlds-2026"

@@ -14,16 +14,16 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from qerl_bench import metrics
-from qerl_bench.checks import ConfigError
-from qerl_bench.commands.collect import main as collect_runs
-from qerl_bench.commands.exits import guarded
-from qerl_bench.studies.runs.collect import write_study
-from qerl_bench.studies.runs.comparable import load_runs, tidy
-from qerl_bench.studies.runs.find import find_runs
-from qerl_bench.studies.runs.load import load_run
-from qerl_bench.studies.runs.settings import describe_repeats, group_by_setting
-from qerl_bench.studies.tables.terminal import no_gradient_warning, render, summary, wrapped
+from qerl_core import metrics
+from qerl_core.checks import ConfigError
+from qerl_core.exits import guarded
+from qerl_studies.commands.collect import main as collect_runs
+from qerl_studies.runs.collect import write_study
+from qerl_studies.runs.comparable import load_runs, tidy
+from qerl_studies.runs.find import find_runs
+from qerl_studies.runs.load import load_run
+from qerl_studies.runs.settings import describe_repeats, group_by_setting
+from qerl_studies.tables.terminal import no_gradient_warning, render, summary, wrapped
 from tests import run_folders
 from tests.run_folders import DONE, SHORT
 

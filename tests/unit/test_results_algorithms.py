@@ -10,12 +10,12 @@ import pandas as pd
 import pytest
 from omegaconf import OmegaConf
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose
-from qerl_bench.studies.figures.algorithms import algorithm_curves, gain_table, paired_changes
-from qerl_bench.studies.figures.style import FORMAT_COLORS
-from qerl_bench.studies.runs.load import load_run
-from qerl_bench.studies.runs.settings import Study
+from qerl_core.checks import ConfigError
+from qerl_studies.figures.algorithms import algorithm_curves, gain_table, paired_changes
+from qerl_studies.figures.style import FORMAT_COLORS
+from qerl_studies.runs.load import load_run
+from qerl_studies.runs.settings import Study
 from tests.run_folders import write_run
 
 BEFORE = [True, False, False, False]

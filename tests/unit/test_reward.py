@@ -13,11 +13,11 @@ import pytest
 
 from qerl_bench.config import build
 from qerl_bench.experiment import collect_rollouts, run_experiment
-from qerl_bench.process.device import PhaseTimer
-from qerl_bench.records import Prompt, Reward, Rollout
 from qerl_bench.reward.random import RandomReward
 from qerl_bench.reward.task import TaskReward
 from qerl_bench.task.base import Task
+from qerl_core.process.device import PhaseTimer
+from qerl_core.records import Prompt, Reward, Rollout
 
 GRADED = Reward(total=0.9, correct=True, parts={"correct": 1.0, "format": 0.5}, answer="4")
 TASK: Task = SimpleNamespace(rewards=lambda rollouts: [GRADED] * len(rollouts))  # type: ignore[assignment]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from qerl_bench.__main__ import main
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.experiment import run_experiment
-from qerl_bench.options.composer import Composer
 from qerl_bench.sweep.check import check_points
+from qerl_core.checks import ConfigError
+from qerl_core.options.composer import Composer
 
 COLUMNS = ("prompts", "question", "answer", "id", "correct", "finished")
 LENGTH = "def reward(completions, **columns):\n    return [len(text) for text in completions]\n"
@@ -50,8 +50,8 @@ def test_a_file_is_a_reward(tmp_path: Path) -> None:
 
 
 def test_it_is_tried_once_on_three_completions_and_recorded(tmp_path: Path) -> None:
-    from qerl_bench.options.user_options import load_file
-    from qerl_bench.rundir.environment import own_modules
+    from qerl_core.options.user_options import load_file
+    from qerl_core.rundir.environment import own_modules
 
     file = written(tmp_path, RECORDED)
     checked(file)

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.engine.rollout_queue import (
     PAGE,
     Request,
@@ -18,6 +17,7 @@ from qerl_bench.engine.rollout_queue import (
     pages_of,
     reading_chunks,
 )
+from qerl_core.checks import ConfigError
 
 
 def _requests(lengths: list[int], samples: int, limits: list[int]) -> list[Request]:

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.engine.recordable import eager_reason
 from qerl_bench.model.block import FusedBlock
 from qerl_bench.model_setup import build_policy
-from qerl_bench.options.fingerprint import ADDED_LATER, fingerprint, scientific
 from qerl_bench.quant.activations import REASON, Rounding, round_inputs
 from qerl_bench.quant.base import ACTIVATIONS
 from qerl_bench.quant.linear import PackedLinear, pack_linear
-from qerl_bench.rundir.finished_run import without_training
 from qerl_bench.train.recorded_passes import why_not
+from qerl_core.checks import ConfigError
+from qerl_core.options.fingerprint import ADDED_LATER, fingerprint, scientific
+from qerl_core.rundir.finished_run import without_training
 from qerl_kernels.activations import KINDS, round_blocks
 from tests.short_runs import steps_of
 from tests.weight_formats import PLAIN, symmetric

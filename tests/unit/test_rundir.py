@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.rundir.checkpoints import check_checkpoint, is_finished, last_checkpoint
-from qerl_bench.rundir.durable import write_atomically
-from qerl_bench.rundir.environment import code_digest, cpu_name
-from qerl_bench.rundir.run_checks import check_run_dir
-from qerl_bench.rundir.run_dir import RunDir
+from qerl_core.checks import ConfigError
+from qerl_core.rundir.checkpoints import check_checkpoint, is_finished, last_checkpoint
+from qerl_core.rundir.durable import write_atomically
+from qerl_core.rundir.environment import code_digest, cpu_name
+from qerl_core.rundir.run_checks import check_run_dir
+from qerl_core.rundir.run_dir import RunDir
 from qerl_kernels import decode_configs
 from tests.failing import failing
 
@@ -297,8 +297,8 @@ HOLD = """
 import sys
 from pathlib import Path
 from omegaconf import OmegaConf
-from qerl_bench.checks import ConfigError
-from qerl_bench.rundir.run_dir import RunDir
+from qerl_core.checks import ConfigError
+from qerl_core.rundir.run_dir import RunDir
 try:
     RunDir(Path(sys.argv[1]), OmegaConf.create({"steps": 10}))
 except ConfigError as error:

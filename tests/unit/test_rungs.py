@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
-from qerl_bench.seeding import derive
-from qerl_bench.studies.design.design import read_design
 from qerl_bench.task.dag import operations_needed
+from qerl_core.checks import ConfigError
+from qerl_core.seeding import derive
+from qerl_studies.design.design import read_design
 from tests.scripts import script
 
 SCRIPT = script("studies/dag-2026/rungs.py")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.commands import score
 from qerl_bench.config import compose, spec
+from qerl_core.checks import ConfigError
 
 TINY = Path(__file__).parents[1] / "assets" / "gsm8k_tiny.jsonl"
 TASK = ("task=gsm8k", f"task.eval_file={TINY}")

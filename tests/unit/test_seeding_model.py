@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.byte_tokenizer import TAGS, byte_tokenizer
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.tiny import TinyModel
-from qerl_bench.options import user_options
-from qerl_bench.process.installation import CONF_DIR
-from qerl_bench.seeding import derive
+from qerl_core.checks import ConfigError
+from qerl_core.options import user_options
+from qerl_core.process.installation import CONF_DIR
+from qerl_core.seeding import derive
 
 _tokenizer = cache(byte_tokenizer)
 
@@ -73,7 +73,7 @@ def test_seeds_fit_into_63_bits_and_differ() -> None:
 
 
 def test_a_seed_does_not_depend_on_the_process() -> None:
-    code = "from qerl_bench.seeding import derive; print(derive(3, 'noise', 5))"
+    code = "from qerl_core.seeding import derive; print(derive(3, 'noise', 5))"
     for hash_seed in ("1", "2"):
         found = subprocess.run(
             [sys.executable, "-c", code],

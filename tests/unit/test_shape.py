@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.engine import hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling, exact_lengths
@@ -27,8 +26,9 @@ from qerl_bench.model.shape import RandomWeights
 from qerl_bench.model_setup import build_policy
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quantizer.apply import quantize_model
-from qerl_bench.records import Prompt, Rollout
 from qerl_bench.task.shape import Shape
+from qerl_core.checks import ConfigError
+from qerl_core.records import Prompt, Rollout
 
 MakePolicy = Callable[..., Policy]
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.checks import TrainingStopped
 from qerl_bench.engine import adapter_check, hf, hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.rollout_queue import Limits
@@ -21,14 +20,15 @@ from qerl_bench.engine.sampler import Sampler
 from qerl_bench.engine.shared import SharedEngine
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import World
-from qerl_bench.process import gpu_share
-from qerl_bench.process.device import random_state, set_random_state
-from qerl_bench.process.out_of_memory import NO_MEMORY, memory_for
-from qerl_bench.records import Prompt
 from qerl_bench.train import memory_plan, recorded_passes, reduced_sizes
 from qerl_bench.train import update as module
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.recorded_passes import PaddedInputs, RecordedPasses, least_tokens, rows_that_fit
+from qerl_core.checks import TrainingStopped
+from qerl_core.process import gpu_share
+from qerl_core.process.device import random_state, set_random_state
+from qerl_core.process.out_of_memory import NO_MEMORY, memory_for
+from qerl_core.records import Prompt
 from tests.failing import failing, shortages
 
 LENGTHS = (4, 1, 9, 7, 6, 3, 12)  # with prompts up to 14 tokens

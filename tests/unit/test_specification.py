@@ -13,13 +13,13 @@ import pandas as pd
 import pytest
 from matplotlib.axes import Axes
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.statistics import Estimate
-from qerl_bench.studies.claims.evaluate import evaluate_claims
-from qerl_bench.studies.claims.registry import QERL, claims_of
-from qerl_bench.studies.claims.specification import Specification, specifications
-from qerl_bench.studies.figures.specification import specification_curve, specification_table
-from qerl_bench.studies.runs.measure import gained, late_mean
+from qerl_core.checks import ConfigError
+from qerl_core.statistics import Estimate
+from qerl_studies.claims.evaluate import evaluate_claims
+from qerl_studies.claims.registry import QERL, claims_of
+from qerl_studies.claims.specification import Specification, specifications
+from qerl_studies.figures.specification import specification_curve, specification_table
+from qerl_studies.runs.measure import gained, late_mean
 from tests.scripts import script
 
 planted_runs = script("studies/planting/planting.py").planted_runs

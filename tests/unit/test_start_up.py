@@ -16,17 +16,17 @@ from hydra import initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose
-from qerl_bench.options import composer
-from qerl_bench.options.composer import HYDRA_DEFAULTS, Composer, register_resolvers, resolved
-from qerl_bench.options.fingerprint import as_dict
-from qerl_bench.process.arguments import whole
-from qerl_bench.process.hidden_packages import UNUSED, hidden_packages
-from qerl_bench.process.installation import CONF_DIR
-from qerl_bench.studies.tables.terminal import places, render, summary
 from qerl_bench.sweep.check import check_points
 from qerl_bench.sweep.table import sweep_table
+from qerl_core.checks import ConfigError
+from qerl_core.options import composer
+from qerl_core.options.composer import HYDRA_DEFAULTS, Composer, register_resolvers, resolved
+from qerl_core.options.fingerprint import as_dict
+from qerl_core.process.arguments import whole
+from qerl_core.process.hidden_packages import UNUSED, hidden_packages
+from qerl_core.process.installation import CONF_DIR
+from qerl_studies.tables.terminal import places, render, summary
 
 SOURCES = Path(__file__).parents[2] / "src"
 FINISHED = next((Path(__file__).parents[1] / "assets" / "runs").iterdir())

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.statistics import Estimate, holm, mean_ci, mean_ci_crossed
-from qerl_bench.studies.claims.estimate import over_bases
-from qerl_bench.studies.runs.measure import area_under_curve, steps_to_threshold
-from qerl_bench.studies.runs.resampling import (
+from qerl_core.checks import ConfigError
+from qerl_core.statistics import Estimate, holm, mean_ci, mean_ci_crossed
+from qerl_studies.claims.estimate import over_bases
+from qerl_studies.runs.measure import area_under_curve, steps_to_threshold
+from qerl_studies.runs.resampling import (
     interquartile_mean,
     performance_profile,
     probability_of_improvement,

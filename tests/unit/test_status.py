@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.commands import status as command
-from qerl_bench.rundir import locks
-from qerl_bench.rundir.run_checks import check_run_dir
-from qerl_bench.sweep import listing, status
-from qerl_bench.sweep.listing import listed
+from qerl_core.checks import ConfigError
+from qerl_core.rundir import locks
+from qerl_core.rundir.run_checks import check_run_dir
+from qerl_core.sweeps import listing, status
+from qerl_core.sweeps.listing import listed
 from tests.run_folders import write_run
 
 STEPS = "steps: 100\n"

@@ -19,13 +19,13 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-from qerl_bench.checks import ConfigError, TrainingStopped
-from qerl_bench.commands.exits import exit_in_words
 from qerl_bench.config import build
 from qerl_bench.experiment import run_experiment
-from qerl_bench.process.arguments import whole
-from qerl_bench.rundir.disk_errors import REASONS, failure
-from qerl_bench.rundir.run_dir import RunDir
+from qerl_core.checks import ConfigError, TrainingStopped
+from qerl_core.exits import exit_in_words
+from qerl_core.process.arguments import whole
+from qerl_core.rundir.disk_errors import REASONS, failure
+from qerl_core.rundir.run_dir import RunDir
 
 if TYPE_CHECKING:
     from conftest import Runs

@@ -13,13 +13,13 @@ import pandas as pd
 import pytest
 from pandas.testing import assert_frame_equal
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.metrics import definitions
-from qerl_bench.studies.runs.collect import STUDY_METRICS, STUDY_PREFIXES, dotted, write_study
-from qerl_bench.studies.runs.committed import SETTINGS, is_study, nested
-from qerl_bench.studies.runs.comparable import load_runs, tidy
-from qerl_bench.studies.runs.find import find_runs
-from qerl_bench.studies.runs.load import Run, load_run
+from qerl_core.checks import ConfigError
+from qerl_core.metrics import definitions
+from qerl_studies.runs.collect import STUDY_METRICS, STUDY_PREFIXES, dotted, write_study
+from qerl_studies.runs.committed import SETTINGS, is_study, nested
+from qerl_studies.runs.comparable import load_runs, tidy
+from qerl_studies.runs.find import find_runs
+from qerl_studies.runs.load import Run, load_run
 
 REPOSITORY = Path(__file__).parents[2]
 ASSETS = REPOSITORY / "tests" / "assets" / "runs"

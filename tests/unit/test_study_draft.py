@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.commands.plan import Spread, seeds_of_one_base
 from qerl_bench.commands.study import main
-from qerl_bench.studies.conduct.draft import MOST_SEEDS, Budget
-from qerl_bench.studies.design.design import read_design
+from qerl_bench.conduct.draft import MOST_SEEDS, Budget
+from qerl_core.checks import ConfigError
+from qerl_studies.commands.plan import Spread, seeds_of_one_base
+from qerl_studies.design.design import read_design
 
 ASSETS = Path(__file__).parents[1] / "assets" / "runs"
 QUESTION = ("model=tiny_untrained", "task=even_characters", "contrast=aqn=none,exp", "experiment=smoke")

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.model.word_tokenizer import END_ID, UNKNOWN, WORDS, word_tokenizer
-from qerl_bench.options.fingerprint import as_dict, fingerprint
-from qerl_bench.records import Prompt
-from qerl_bench.rundir.finished_run import with_later_keys
 from qerl_bench.task.countdown import Countdown, problem_of, random_chain
 from qerl_bench.task.dag import MODULUS, Dag, depth_first, operations_needed, random_graph, worked_out
 from qerl_bench.task.symbolic import SymbolicTask
+from qerl_core.checks import ConfigError
+from qerl_core.options.fingerprint import as_dict, fingerprint
+from qerl_core.records import Prompt
+from qerl_core.rundir.finished_run import with_later_keys
 
 
 def countdown(**changed: Any) -> Countdown:

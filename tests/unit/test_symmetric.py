@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.model.byte_tokenizer import byte_tokenizer
 from qerl_bench.model.load import load_packed
 from qerl_bench.quant.export import export
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.packed_config import packing_of
+from qerl_core.checks import ConfigError
 from qerl_kernels.symmetric import CODES, nearest, swap_sign
 from tests.models import builds
 from tests.weight_formats import BLOCKS, symmetric

@@ -11,11 +11,11 @@ import pandas as pd
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.commands.eval import apply_overrides
 from qerl_bench.config import compose
 from qerl_bench.eval.base import Score
-from qerl_bench.studies.runs.load import load_run
+from qerl_core.checks import ConfigError
+from qerl_studies.runs.load import load_run
 from tests.scripts import script
 
 table2 = script("studies/table2/table2.py")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qerl_bench.studies.tables.terminal import differences
+from qerl_studies.tables.terminal import differences
 
 
 def config(**changes: Any) -> dict[str, Any]:

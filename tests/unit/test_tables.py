@@ -12,11 +12,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from qerl_bench.studies.claims.evaluate import evaluate_claims
-from qerl_bench.studies.claims.registry import QERL, claims_of
-from qerl_bench.studies.report.claims_page import verdict_table
-from qerl_bench.studies.runs.comparable import load_runs
-from qerl_bench.studies.tables.paper import Table
+from qerl_studies.claims.evaluate import evaluate_claims
+from qerl_studies.claims.registry import QERL, claims_of
+from qerl_studies.report.claims_page import verdict_table
+from qerl_studies.runs.comparable import load_runs
+from qerl_studies.tables.paper import Table
 
 CLAIMS = claims_of(QERL)
 H200 = Path(__file__).parents[2] / "studies" / "h200"

@@ -11,7 +11,7 @@ import pytest
 from qerl_bench.config import compose, spec
 from qerl_bench.engine.base import Sampling
 from qerl_bench.eval.base import Evaluation
-from qerl_bench.records import Prompt, Rollout
+from qerl_core.records import Prompt, Rollout
 
 ASSET = Path(__file__).resolve().parents[1] / "assets" / "gsm8k_tiny.jsonl"
 

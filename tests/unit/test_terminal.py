@@ -12,7 +12,7 @@ import pytest
 SOURCES = Path(__file__).parents[2] / "src"
 PROGRAM = """
 import logging, os, sys
-from qerl_bench.process.terminal import lasting_output
+from qerl_core.process.terminal import lasting_output
 with lasting_output():
     logging.basicConfig(level="INFO", stream=sys.stdout)
     file = open("record", "w")
@@ -41,7 +41,7 @@ def test_output_may_end(tmp_path: Path, redirection: str, says: str) -> None:
 
 IN_ORDER = """
 import sys
-from qerl_bench.process.terminal import lasting_output
+from qerl_core.process.terminal import lasting_output
 with lasting_output():
     for line in range(6):
         print(line, file=(sys.stdout, sys.stderr)[line % 2])

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.studies.conduct.probe_queue import probed, records
-from qerl_bench.studies.design.design import Arm, Design, read_design
-from qerl_bench.studies.design.units import read_units
+from qerl_bench.conduct.probe_queue import probed, records
+from qerl_core.checks import ConfigError
+from qerl_studies.design.design import Arm, Design, read_design
+from qerl_studies.design.units import read_units
 
 HUB = {"common": ["model=hub", "model.id=x.gguf", "task=arithmetic"], "seeds": 2}
 ARMS = {"bf16": {"tier": 1, "words": ["quant=bf16"]}, "nvfp4": {"tier": 1, "words": ["quant=nvfp4"]}}
@@ -38,7 +38,7 @@ def test_every_copy_has_seeds_of_its_own_and_all_arms_share_it(tmp_path: Path) -
 
 
 def test_copies_of_several_sizes_share_their_draws_and_seeds(tmp_path: Path) -> None:
-    from qerl_bench.studies.conduct.probe_process import wanted_of
+    from qerl_bench.conduct.probe_process import wanted_of
 
     design = study(tmp_path, units={"dither": [1, 2], "dither_scale": [0.5, 4]})
     assert [unit.words[1].partition("=")[2] for unit in design.units.values()] == ["0.5", "0.5", "4", "4"]

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 
 from qerl_bench.algo.base import LossInputs
 from qerl_bench.algo.loss import step_loss
-from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.config import build, compose
 from qerl_bench.model_setup import build_policy
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.nonfinite import NonFiniteError, dump
 from qerl_bench.train.update import make_optimizer, update
+from qerl_core.checks import ConfigError, TrainingStopped
 
 Maker = Callable[..., Any]
 NO_RUN: Any = None  # a run directory is needed only if something is not finite

@@ -11,19 +11,19 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.commands.eval import main
 from qerl_bench.config import build
 from qerl_bench.eval.validation import best_step, reduced, spacing
 from qerl_bench.experiment import run_experiment
-from qerl_bench.options.fingerprint import fingerprint
-from qerl_bench.rundir.checkpoints import checkpoints
-from qerl_bench.rundir.finished_run import stored_config
-from qerl_bench.rundir.run_checks import check_run_dir
-from qerl_bench.rundir.run_dir import RunDir
-from qerl_bench.seeding import derive
-from qerl_bench.studies.runs.load import load_run
-from qerl_bench.studies.tables.terminal import summary
+from qerl_core.checks import ConfigError
+from qerl_core.options.fingerprint import fingerprint
+from qerl_core.rundir.checkpoints import checkpoints
+from qerl_core.rundir.finished_run import stored_config
+from qerl_core.rundir.run_checks import check_run_dir
+from qerl_core.rundir.run_dir import RunDir
+from qerl_core.seeding import derive
+from qerl_studies.runs.load import load_run
+from qerl_studies.tables.terminal import summary
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 # A task on which an untrained model earns something. Dropout draws from PyTorch's own random numbers, which an

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.commands.verdicts import main as report
-from qerl_bench.studies.claims.evaluate import evaluate_claims
-from qerl_bench.studies.claims.registry import QERL, claims_of
-from qerl_bench.studies.design.protocol import protocol_commit
-from qerl_bench.studies.figures.verdicts import all_verdicts, in_margins
-from qerl_bench.studies.report.verdicts import dose_of, studies_in, verdicts_of
-from qerl_bench.studies.runs.comparable import load_runs
+from qerl_core.checks import ConfigError
+from qerl_studies.claims.evaluate import evaluate_claims
+from qerl_studies.claims.registry import QERL, claims_of
+from qerl_studies.commands.verdicts import main as report
+from qerl_studies.design.protocol import protocol_commit
+from qerl_studies.figures.verdicts import all_verdicts, in_margins
+from qerl_studies.report.verdicts import dose_of, studies_in, verdicts_of
+from qerl_studies.runs.comparable import load_runs
 
 RUNS = Path(__file__).parents[2] / "studies" / "tiny" / "data"
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from qerl_bench import model_setup
-from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose, spec
-from qerl_bench.records import Prompt
 from qerl_bench.task.word_problems import WordProblems
+from qerl_core.checks import ConfigError
+from qerl_core.records import Prompt
 
 PATTERNS = {
     r"(\w+) has (\d+) (\w+)\.": lambda m: ({m[1]: 1}, int(m[2]), m[3]),

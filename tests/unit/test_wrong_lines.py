@@ -13,14 +13,14 @@ import pytest
 from hydra_plugins.process_launcher.launcher import ProcessLauncher
 from hydra_plugins.slurm_launcher.launcher import SlurmLauncher
 from qerl_bench.__main__ import main
-from qerl_bench.checks import ConfigError
 from qerl_bench.commands.probe import parser as probe_options
+from qerl_bench.conduct.draft import parser as draft_options
 from qerl_bench.config import compose
-from qerl_bench.options.files import plain_keys
-from qerl_bench.process.arguments import KeyValueParser, whole
-from qerl_bench.process.installation import CONF_DIR
-from qerl_bench.studies.conduct.draft import parser as draft_options
 from qerl_bench.sweep.check import check_points
+from qerl_core.checks import ConfigError
+from qerl_core.options.files import plain_keys
+from qerl_core.process.arguments import KeyValueParser, whole
+from qerl_core.process.installation import CONF_DIR
 
 RUNS = Path(__file__).parents[1] / "assets" / "runs"
 FILE = "notes.md"  # a file of another kind, with what YAML does not read

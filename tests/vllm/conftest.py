@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from qerl_bench.engine.vllm.install import installed
-from qerl_bench.records import Prompt
+from qerl_core.records import Prompt
 
 if TYPE_CHECKING:
     from qerl_bench.engine.vllm.engine import VLLMEngine

@@ -1,4 +1,4 @@
-"""kernels/bench/vllm_decoding.py, with a vLLM that samples on the CPU."""
+"""benchmarks/vllm_decoding.py, with a vLLM that samples on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "kernels" / "bench" / "vllm_decoding.py"
+BENCH = Path(__file__).parents[2] / "benchmarks" / "vllm_decoding.py"
 
 
 def test_even_batches_groups_and_ragged_rollouts(tmp_path: Path) -> None:

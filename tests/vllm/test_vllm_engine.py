@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import HFEngine
-from qerl_bench.records import Rollout
 from qerl_bench.train.batch import make_batch
+from qerl_core.checks import ConfigError
+from qerl_core.records import Rollout
 
 ROUNDING = 1e-4  # nats, FP32
 LAYERS = 2  # of the model

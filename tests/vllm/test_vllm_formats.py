@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import HFEngine
+from qerl_core.checks import ConfigError
 
 GREEDY = Sampling(samples=1, temperature=0.0, max_tokens=12, seed=0)
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from hydra.core.config_store import ConfigStore
 
-from qerl_bench.checks import count, flag, optional
-from qerl_bench.process.cards import visible_gpus
-from qerl_bench.process.mps import side_by_side
 from qerl_bench.sweep.launcher import SweepLauncher
-from qerl_bench.sweep.points import Point
 from qerl_bench.sweep.processes import Sweep
+from qerl_core.checks import count, flag, optional
+from qerl_core.process.cards import visible_gpus
+from qerl_core.process.mps import side_by_side
+from qerl_core.sweeps.points import Point
 
 log = logging.getLogger(__name__)
 

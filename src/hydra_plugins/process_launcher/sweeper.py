@@ -11,8 +11,8 @@ from typing import Any
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweeperConf
 from hydra.core.config_store import ConfigStore
 
-from qerl_bench.rundir.refusals import nothing_left_if_refused
-from qerl_bench.rundir.run_checks import refuse_unwritable
+from qerl_core.rundir.refusals import nothing_left_if_refused
+from qerl_core.rundir.run_checks import refuse_unwritable
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from qerl_bench.algo.functional import constant, token_mean
 from qerl_bench.algo.grpo import GRPO
-from qerl_bench.checks import check_fields, count
+from qerl_core.checks import check_fields, count
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from qerl_bench.algo.base import LossInputs, TokenLoss
 from qerl_bench.algo.clipped import ClippedAlgorithm
 from qerl_bench.algo.functional import clip_indicators, group_advantages
-from qerl_bench.checks import check_fields, number, positive
+from qerl_core.checks import check_fields, number, positive
 
 if TYPE_CHECKING:
     import torch

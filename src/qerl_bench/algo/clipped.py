@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from qerl_bench.algo.base import LossInputs, TokenLoss
 from qerl_bench.algo.functional import clipped_surrogate, log_ratio, token_mean
-from qerl_bench.checks import check_fields, is_number, number, positive, require
+from qerl_core.checks import check_fields, is_number, number, positive, require
 
 if TYPE_CHECKING:
     import torch

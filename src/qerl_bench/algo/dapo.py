@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from qerl_bench.algo.functional import token_mean
 from qerl_bench.algo.grpo import GRPO
-from qerl_bench.checks import check_fields, count, number, one_of
+from qerl_core.checks import check_fields, count, number, one_of
 
 if TYPE_CHECKING:
     import torch

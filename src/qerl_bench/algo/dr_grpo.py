@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from qerl_bench.algo.clipped import TwoSidedClippedAlgorithm
 from qerl_bench.algo.functional import centered, constant
-from qerl_bench.checks import check_fields, count
+from qerl_core.checks import check_fields, count
 
 if TYPE_CHECKING:
     import torch

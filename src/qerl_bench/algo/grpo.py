@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from qerl_bench.algo.clipped import TwoSidedClippedAlgorithm
 from qerl_bench.algo.functional import group_advantages, sequence_mean
-from qerl_bench.checks import check_fields, positive
+from qerl_core.checks import check_fields, positive
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.checks import check_fields, flag, number, one_of, optional, require, share
+from qerl_core.checks import check_fields, flag, number, one_of, optional, require, share
 
 if TYPE_CHECKING:
     import torch

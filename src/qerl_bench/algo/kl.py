@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.checks import check_fields, count, flag, number, one_of, require
+from qerl_core.checks import check_fields, count, flag, number, one_of, require
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from qerl_bench.algo.clipped import ClippedAlgorithm
 from qerl_bench.algo.functional import centered
-from qerl_bench.checks import check_fields, flag, positive
+from qerl_core.checks import check_fields, flag, positive
 
 if TYPE_CHECKING:
     import torch

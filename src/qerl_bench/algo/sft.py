@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from qerl_bench.algo.base import LossInputs, TokenLoss
 from qerl_bench.algo.functional import token_mean
-from qerl_bench.checks import check_fields, flag
+from qerl_core.checks import check_fields, flag
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qerl_bench.aqn.base import Schedule
-from qerl_bench.checks import MAX_SIGMA, check_fields, number
+from qerl_core.checks import MAX_SIGMA, check_fields, number
 
 
 @dataclass(frozen=True, kw_only=True)

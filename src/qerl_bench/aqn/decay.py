@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qerl_bench.aqn.base import Schedule, stage_of
-from qerl_bench.checks import MAX_SIGMA, check_fields, count, number, one_of, positive, require
+from qerl_core.checks import MAX_SIGMA, check_fields, count, number, one_of, positive, require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,8 @@ from typing import Any
 from qerl_bench.aqn.base import Schedule, SigmaController
 from qerl_bench.aqn.norm_errors import NormErrors
 from qerl_bench.aqn.spec import NoiseSpec
-from qerl_bench.checks import MAX_SIGMA, check_fields, number, positive, require
 from qerl_bench.quant.base import WeightFormat
+from qerl_core.checks import MAX_SIGMA, check_fields, number, positive, require
 
 log = logging.getLogger(__name__)
 STATE = ("integral", "output", "smoothed", "saturated")  # of the controller, in checkpoints

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from qerl_bench.aqn.base import OpenLoop, Schedule, SigmaController
 from qerl_bench.aqn.constant import Constant
 from qerl_bench.aqn.norm_errors import NormErrors
-from qerl_bench.checks import require
 from qerl_bench.quant.base import BlockFormat, WeightFormat
+from qerl_core.checks import require
 
 if TYPE_CHECKING:
     import torch

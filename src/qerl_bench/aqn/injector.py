@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from qerl_bench.aqn.adapted_layer import AdaptedLayer
 from qerl_bench.aqn.base import SigmaController
 from qerl_bench.aqn.spec import NoiseSpec
-from qerl_bench.checks import TrainingStopped
-from qerl_bench.seeding import derive
+from qerl_core.checks import TrainingStopped
+from qerl_core.seeding import derive
 
 log = logging.getLogger(__name__)
 Value = TypeVar("Value")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from qerl_bench.aqn.base import OpenLoop, Schedule, SigmaController
 from qerl_bench.aqn.norm_errors import NormErrors
 from qerl_bench.aqn.spec import NoiseSpec
-from qerl_bench.checks import require
 from qerl_bench.quant.base import WeightFormat
+from qerl_core.checks import require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from qerl_bench.aqn.decay import StagedDecay
 from qerl_bench.aqn.exp import ExponentialDecay
 from qerl_bench.aqn.linear import LinearDecay
 from qerl_bench.aqn.log import LogarithmicDecay
-from qerl_bench.checks import MAX_SIGMA, check_fields, number
+from qerl_core.checks import MAX_SIGMA, check_fields, number
 
 
 @dataclass(frozen=True, kw_only=True)

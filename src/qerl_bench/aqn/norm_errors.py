@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from qerl_bench.checks import require
+from qerl_core.checks import require
 
 
 @dataclass(frozen=True)

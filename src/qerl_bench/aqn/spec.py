@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from qerl_bench.checks import check_fields, count, flag, one_of, require
+from qerl_core.checks import check_fields, count, flag, one_of, require
 
 Item = TypeVar("Item")
 

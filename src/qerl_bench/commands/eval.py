@@ -19,20 +19,20 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from qerl_bench.checks import require
 from qerl_bench.config import build
-from qerl_bench.options.composer import Composer, register_resolvers
-from qerl_bench.options.fingerprint import as_dict, canonical, flat, plain, with_effect
-from qerl_bench.options.names import is_fixed, refuse_foreign_classes, search_folders
-from qerl_bench.options.user_options import split_search_path
 from qerl_bench.parallel import ALONE, World, joined
-from qerl_bench.process.cards import require_gpu
-from qerl_bench.process.installation import CONF_DIR
-from qerl_bench.process.terminal import log_to_stderr
-from qerl_bench.rundir.checkpoints import check_checkpoint, step_of
-from qerl_bench.rundir.finished_run import chosen_checkpoint, stored_config, without_training
-from qerl_bench.rundir.refusals import nothing_left_if_refused
-from qerl_bench.rundir.run_dir import RunDir
+from qerl_core.checks import require
+from qerl_core.options.composer import Composer, register_resolvers
+from qerl_core.options.fingerprint import as_dict, canonical, flat, plain, with_effect
+from qerl_core.options.names import is_fixed, refuse_foreign_classes, search_folders
+from qerl_core.options.user_options import split_search_path
+from qerl_core.process.cards import require_gpu
+from qerl_core.process.installation import CONF_DIR
+from qerl_core.process.terminal import log_to_stderr
+from qerl_core.rundir.checkpoints import check_checkpoint, step_of
+from qerl_core.rundir.finished_run import chosen_checkpoint, stored_config, without_training
+from qerl_core.rundir.refusals import nothing_left_if_refused
+from qerl_core.rundir.run_dir import RunDir
 
 CHANGEABLE = ("eval", "task", "engine", "device", "seed")  # keys that another evaluation of the same policy may change
 OURS = ("out", "checkpoint")
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
 
 
 def again(argv: list[str], world: World) -> None:
-    log_to_stderr("qerl_bench")
+    log_to_stderr()
     for package in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # as in conf/run.yaml
         logging.getLogger(package).setLevel(logging.ERROR)
     register_resolvers()

@@ -25,21 +25,21 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from qerl_bench.checks import naming, one_of, require
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.base import source_of
-from qerl_bench.options import user_options
-from qerl_bench.options.names import load_option
-from qerl_bench.process.arguments import split_words
-from qerl_bench.process.cards import require_gpu
-from qerl_bench.process.hidden_packages import hidden_packages
-from qerl_bench.process.installation import CONF_DIR
-from qerl_bench.process.terminal import log_to_stderr
 from qerl_bench.quant.packed_config import config_entry
-from qerl_bench.rundir.checkpoints import check_checkpoint
-from qerl_bench.rundir.durable import check_new_folder
-from qerl_bench.rundir.finished_run import chosen_checkpoint, stored_config, without_training
+from qerl_core.checks import naming, one_of, require
+from qerl_core.options import user_options
+from qerl_core.options.names import load_option
+from qerl_core.process.arguments import split_words
+from qerl_core.process.cards import require_gpu
+from qerl_core.process.hidden_packages import hidden_packages
+from qerl_core.process.installation import CONF_DIR
+from qerl_core.process.terminal import log_to_stderr
+from qerl_core.rundir.checkpoints import check_checkpoint
+from qerl_core.rundir.durable import check_new_folder
+from qerl_core.rundir.finished_run import chosen_checkpoint, stored_config, without_training
 
 FORMATS = "fp8|int8|int4|nvfp4|mxfp4|nf4"
 USAGE = f"usage: qerl-bench export model=PATH_OR_ID quant={FORMATS} out=DIR [option=value ...]"
@@ -61,7 +61,7 @@ def parse_words(words: list[str]) -> tuple[list[str], Path]:
 
 def main(words: list[str]) -> None:
     if words and "=" not in words[0]:
-        log_to_stderr("qerl_bench")
+        log_to_stderr()
         run_dir, words = Path(words[0]), words[1:]
         rounded = any(word.startswith("quant=") for word in words)
         print((merge_rounded if rounded else merge)(run_dir, words))
@@ -80,9 +80,9 @@ def pack(words: list[str]) -> None:
     with hidden_packages():
         from qerl_bench.model.load import load_packed
         from qerl_bench.model_setup import base_checkpoint
-        from qerl_bench.process.device import resolve_device
         from qerl_bench.quant.error_decomposition import write_layers
         from qerl_bench.quant.export import export
+        from qerl_core.process.device import resolve_device
 
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
     device, quantizer = resolve_device(experiment.device), experiment.quantizer

@@ -15,21 +15,21 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from qerl_bench.checks import TrainingStopped, require
-from qerl_bench.process.mps import side_by_side
-from qerl_bench.process.terminal import log_to_stderr
-from qerl_bench.studies.conduct.archive import archive_probes
-from qerl_bench.studies.conduct.probe_queue import probe_bases
-from qerl_bench.studies.conduct.runner import gates_so_far, parsed, parser_of, prepared
-from qerl_bench.studies.design.gates import blocked, gates, override, render, to_json
-from qerl_bench.studies.design.looks import seen_runs
-from qerl_bench.studies.design.sessions import read_sessions
-from qerl_bench.studies.figures.style import save
-from qerl_bench.studies.report import probe_page
+from qerl_bench.conduct.archive import archive_probes
+from qerl_bench.conduct.probe_queue import probe_bases
+from qerl_bench.conduct.runner import gates_so_far, parsed, parser_of, prepared
+from qerl_core.checks import TrainingStopped, require
+from qerl_core.process.mps import side_by_side
+from qerl_core.process.terminal import log_to_stderr
+from qerl_studies.design.gates import blocked, gates, override, render, to_json
+from qerl_studies.design.looks import seen_runs
+from qerl_studies.design.sessions import read_sessions
+from qerl_studies.figures.style import save
+from qerl_studies.report import probe_page
 
 
 def main(arguments: list[str] | None = None) -> None:
-    log_to_stderr("qerl_bench")
+    log_to_stderr()
     parser = parser_of(__doc__)
     told = "packed sessions of the study to read (default: the runs below root)"
     parser.add_argument("--runs", type=Path, nargs="+", action="extend", default=[], help=told)

@@ -21,18 +21,18 @@ from typing import Any
 
 import pyarrow.parquet as parquet
 
-from qerl_bench.checks import TEMPERATURES, check_fields, count, is_number, number, one_of, require
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.options.names import format_words
-from qerl_bench.options.user_options import split_search_path
-from qerl_bench.process.arguments import KeyValueParser, output_folder, unwritable
-from qerl_bench.process.cards import require_gpu
-from qerl_bench.process.terminal import log_to_stderr
-from qerl_bench.rundir.durable import write_atomically
-from qerl_bench.studies.probes.advice import advice
-from qerl_bench.studies.probes.page import markdown
 from qerl_bench.task.grader.extract import ANSWER_FORMATS
+from qerl_core.checks import TEMPERATURES, check_fields, count, is_number, number, one_of, require
+from qerl_core.options.names import format_words
+from qerl_core.options.user_options import split_search_path
+from qerl_core.process.arguments import KeyValueParser, output_folder, unwritable
+from qerl_core.process.cards import require_gpu
+from qerl_core.process.terminal import log_to_stderr
+from qerl_core.rundir.durable import write_atomically
+from qerl_studies.probes.advice import advice
+from qerl_studies.probes.page import markdown
 
 FORMATS = ("bf16", "nvfp4", "mxfp4", "nf4")
 
@@ -70,7 +70,7 @@ def parser() -> KeyValueParser:
 
 
 def main(arguments: list[str]) -> None:
-    log_to_stderr("qerl_bench")
+    log_to_stderr()
     for package in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # as in conf/run.yaml
         logging.getLogger(package).setLevel(logging.ERROR)
     options, words = parsed(arguments)
@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> None:
     reason = unwritable(out)
     require(reason is None, f"cannot write to {out}: {reason}; give another folder, out=DIR")
     from qerl_bench.probe.one_model import probe, runnable  # with torch, which nothing above waits for
-    from qerl_bench.studies.report.model_page import model_page
+    from qerl_studies.report.model_page import model_page
 
     experiments = runnable(experiments)
     first = next(iter(experiments.values()))

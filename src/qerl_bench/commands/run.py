@@ -19,21 +19,21 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from qerl_bench import __version__
-from qerl_bench.checks import ConfigError, require
 from qerl_bench.config import build
-from qerl_bench.options import user_options
-from qerl_bench.options.composer import HYDRA_DEFAULTS, Composer, register_resolvers, resolved
-from qerl_bench.options.explain import explain, usage
-from qerl_bench.options.names import check_option_names, search_folders
 from qerl_bench.parallel import World, is_rank0_output, joined
-from qerl_bench.process.failure import failure_in_log
-from qerl_bench.process.hidden_packages import hidden_packages
-from qerl_bench.process.installation import CONF_DIR
-from qerl_bench.process.progress import phase
-from qerl_bench.rundir.refusals import nothing_left_if_refused
 from qerl_bench.sweep.check import check_single, tell_finished, warn_of_single_point
-from qerl_bench.sweep.points import flags_first, with_swept_axes
+from qerl_core import __version__
+from qerl_core.checks import ConfigError, require
+from qerl_core.options import user_options
+from qerl_core.options.composer import HYDRA_DEFAULTS, Composer, register_resolvers, resolved
+from qerl_core.options.explain import explain, usage
+from qerl_core.options.names import check_option_names, search_folders
+from qerl_core.process.failure import failure_in_log
+from qerl_core.process.hidden_packages import hidden_packages
+from qerl_core.process.installation import CONF_DIR
+from qerl_core.process.progress import phase
+from qerl_core.rundir.refusals import nothing_left_if_refused
+from qerl_core.sweeps.points import flags_first, with_swept_axes
 
 
 class HydraBypass(BaseException):

@@ -15,18 +15,18 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from qerl_bench.checks import ConfigError, require
 from qerl_bench.config import compose, spec
-from qerl_bench.metrics import mean
-from qerl_bench.process.arguments import split_words
-from qerl_bench.records import Prompt
-from qerl_bench.rundir.durable import write_atomically
-from qerl_bench.statistics import over_samples
 from qerl_bench.task.base import Task
 from qerl_bench.task.datafile import read_rows
 from qerl_bench.task.graded import reward_of
 from qerl_bench.task.grader.last_number import last_number_is
 from qerl_bench.task.prompt_task import PromptTask
+from qerl_core.checks import ConfigError, require
+from qerl_core.metrics import mean
+from qerl_core.process.arguments import split_words
+from qerl_core.records import Prompt
+from qerl_core.rundir.durable import write_atomically
+from qerl_core.statistics import over_samples
 
 USAGE = "usage: qerl-bench score task=gsm8k [task.<key>=...] completions=FILE.jsonl out=DIR"
 

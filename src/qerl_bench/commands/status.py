@@ -28,13 +28,13 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
-from qerl_bench.checks import ConfigError, require
-from qerl_bench.process.arguments import KeyValueParser
-from qerl_bench.process.progress import duration
-from qerl_bench.rundir.checksums import DONE
-from qerl_bench.rundir.read_files import read_object
-from qerl_bench.studies.runs.cost import Cost, total_cost
-from qerl_bench.sweep.status import GOES_ON, Status, statuses
+from qerl_core.checks import ConfigError, require
+from qerl_core.process.arguments import KeyValueParser
+from qerl_core.process.progress import duration
+from qerl_core.rundir.checksums import DONE
+from qerl_core.rundir.read_files import read_object
+from qerl_core.sweeps.status import GOES_ON, Status, statuses
+from qerl_studies.runs.cost import Cost, total_cost
 
 WATCH_S = 5.0
 

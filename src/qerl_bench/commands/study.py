@@ -24,24 +24,24 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from qerl_bench.checks import TrainingStopped, require
-from qerl_bench.process.cards import visible_gpus
-from qerl_bench.process.mps import side_by_side
-from qerl_bench.process.terminal import log_to_stderr
-from qerl_bench.rundir.checkpoints import is_finished
-from qerl_bench.studies.conduct.accountable import account_for_changes
-from qerl_bench.studies.conduct.deadline import Deadline
-from qerl_bench.studies.conduct.draft import draft
-from qerl_bench.studies.conduct.probe_queue import probe_bases
-from qerl_bench.studies.conduct.runner import Blocks, archive, blocks_of, gates_so_far, parsed, parser_of, prepared
-from qerl_bench.studies.design.design import Design
-from qerl_bench.studies.design.gates import Result, blocked, override, render
+from qerl_bench.conduct.accountable import account_for_changes
+from qerl_bench.conduct.deadline import Deadline
+from qerl_bench.conduct.draft import draft
+from qerl_bench.conduct.probe_queue import probe_bases
+from qerl_bench.conduct.runner import Blocks, archive, blocks_of, gates_so_far, parsed, parser_of, prepared
+from qerl_core.checks import TrainingStopped, require
+from qerl_core.process.cards import visible_gpus
+from qerl_core.process.mps import side_by_side
+from qerl_core.process.terminal import log_to_stderr
+from qerl_core.rundir.checkpoints import is_finished
+from qerl_studies.design.design import Design
+from qerl_studies.design.gates import Result, blocked, override, render
 
 log = logging.getLogger(__name__)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    log_to_stderr("qerl_bench", "hydra_plugins")
+    log_to_stderr("hydra_plugins")
     words = sys.argv[1:] if arguments is None else arguments
     if any(word.startswith(("init=", "--init")) for word in words):
         draft(words)

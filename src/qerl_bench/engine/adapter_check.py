@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from qerl_bench.checks import require
-from qerl_bench.process.out_of_memory import whole_or_halves
-from qerl_bench.process.progress import phase
-from qerl_bench.records import Rollout
+from qerl_core.checks import require
+from qerl_core.process.out_of_memory import whole_or_halves
+from qerl_core.process.progress import phase
+from qerl_core.records import Rollout
 
 if TYPE_CHECKING:
     import torch

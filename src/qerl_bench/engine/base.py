@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from qerl_bench.checks import require
 from qerl_bench.model.context import longest_context, rope_switch
-from qerl_bench.records import Prompt, Rollout
+from qerl_core.checks import require
+from qerl_core.records import Prompt, Rollout
 
 if TYPE_CHECKING:
     from qerl_bench.model.policy import Policy

@@ -15,16 +15,16 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench import metrics
-from qerl_bench.checks import TrainingStopped, check_fields, count, flag, number, optional, positive, require
 from qerl_bench.engine.base import RolloutEngine, Sampling, exact_lengths, make_rollouts, require_room
 from qerl_bench.engine.rollout_queue import Limits
-from qerl_bench.process.gpu_share import release
-from qerl_bench.process.out_of_memory import NO_MEMORY, shortage
-from qerl_bench.process.progress import COMPLETIONS, phase
-from qerl_bench.records import Prompt, Rollout, numbered
-from qerl_bench.seeding import derive
 from qerl_bench.train.reduced_sizes import Reduced, shortages_of
+from qerl_core import metrics
+from qerl_core.checks import TrainingStopped, check_fields, count, flag, number, optional, positive, require
+from qerl_core.process.gpu_share import release
+from qerl_core.process.out_of_memory import NO_MEMORY, shortage
+from qerl_core.process.progress import COMPLETIONS, phase
+from qerl_core.records import Prompt, Rollout, numbered
+from qerl_core.seeding import derive
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -143,7 +143,7 @@ class HFEngine:
         return sys.maxsize  # the queue fills its rows from all of them
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
-        from qerl_bench.process.device import tf32_matmuls
+        from qerl_core.process.device import tf32_matmuls
 
         prompts = numbered(prompts)
         prompt_ids = require_room(self.policy, prompts, sampling)

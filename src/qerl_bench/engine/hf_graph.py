@@ -52,7 +52,7 @@ from qerl_bench.model.kernels import FusedLinears, LoRALinear
 from qerl_bench.model.lm_head import decoder_of
 from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
-from qerl_bench.process.progress import bar
+from qerl_core.process.progress import bar
 from qerl_kernels import decoder_layer as fused_operations
 from qerl_kernels import decoder_layer_reference, grouped
 from qerl_kernels.decode import few_tokens

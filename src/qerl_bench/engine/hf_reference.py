@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from qerl_bench.engine.base import Completion, Sampling
 from qerl_bench.model.attention import CACHES
 from qerl_bench.model.policy import Policy
-from qerl_bench.process.progress import within
+from qerl_core.process.progress import within
 from qerl_kernels.sampling import draw, draw_seeded, uniforms
 
 

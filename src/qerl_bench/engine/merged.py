@@ -6,7 +6,7 @@ from typing import Any
 
 from qerl_bench.engine.base import RolloutEngine, Sampling, WrappedEngine
 from qerl_bench.model.merging import Merging
-from qerl_bench.records import Prompt, Rollout
+from qerl_core.records import Prompt, Rollout
 
 
 class MergingEngine(WrappedEngine):

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from qerl_bench.checks import require
+from qerl_core.checks import require
 
 PAGE = 64  # tokens
 FULL_TILE = 64  # rows from which a bucket between two powers of two pays

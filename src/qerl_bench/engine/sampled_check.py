@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.engine import hf_reference
 from qerl_bench.engine.base import Completion, RolloutEngine, Sampling
 from qerl_bench.engine.hf import HFEngine, request_key
@@ -31,7 +30,8 @@ from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import MAX_TOKEN_GAP, OWN_GAPS, stock
 from qerl_bench.model.stock import Origin, blocks_to_compare, first_blocks
 from qerl_bench.quant.linear import operands_kept
-from qerl_bench.records import Prompt
+from qerl_core.checks import ConfigError
+from qerl_core.records import Prompt
 
 FEW_TOKENS = 3
 MAX_TIE = 5  # a token may be this many times as far off as the mean, in nats or in probability

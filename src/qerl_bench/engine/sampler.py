@@ -24,9 +24,9 @@ from qerl_bench.engine.rollout_queue import (
 )
 from qerl_bench.model.kernels import adapters_cast_to
 from qerl_bench.model.policy import Policy
-from qerl_bench.process.gpu_share import free_bytes, keepable_bytes, spare_bytes
-from qerl_bench.process.progress import bar
 from qerl_bench.quant.linear import PackedLinear
+from qerl_core.process.gpu_share import free_bytes, keepable_bytes, spare_bytes
+from qerl_core.process.progress import bar
 from qerl_kernels.decode import few_tokens
 from qerl_kernels.decoder_layer import PAGE
 

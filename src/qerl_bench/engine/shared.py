@@ -7,7 +7,7 @@ from typing import Any
 
 from qerl_bench.engine.base import RolloutEngine, Sampling, WrappedEngine
 from qerl_bench.parallel import World, largest
-from qerl_bench.records import Prompt, Rollout, numbered
+from qerl_core.records import Prompt, Rollout, numbered
 
 
 class SharedEngine(WrappedEngine):

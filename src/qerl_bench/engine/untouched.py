@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.engine import hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import request_key
@@ -22,9 +21,10 @@ from qerl_bench.model.context import longest_context
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.stock import Origin, stock_model
 from qerl_bench.model.structure import probe_ids
-from qerl_bench.process.gpu_share import release
-from qerl_bench.process.out_of_memory import shortage
-from qerl_bench.records import Prompt
+from qerl_core.checks import ConfigError, TrainingStopped
+from qerl_core.process.gpu_share import release
+from qerl_core.process.out_of_memory import shortage
+from qerl_core.records import Prompt
 from qerl_kernels.sampling import draw, uniforms
 
 TOKENS = 12  # of each continuation

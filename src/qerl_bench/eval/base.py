@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qerl_bench.parallel import ALONE, World
-from qerl_bench.statistics import Estimate
 from qerl_bench.task.base import Task
+from qerl_core.statistics import Estimate
 
 if TYPE_CHECKING:
     from qerl_bench.engine.base import RolloutEngine
     from qerl_bench.model.policy import Policy
-    from qerl_bench.rundir.run_dir import RunDir
+    from qerl_core.rundir.run_dir import RunDir
 
 DETAILS = ("stderr", "stderr_questions", "stderr_sampling", "truncated", "format_failed")
 

@@ -14,14 +14,14 @@ from dataclasses import replace
 from typing import Any
 
 from qerl_bench.eval.base import Evaluation
-from qerl_bench.metrics import mean, repeats_itself
-from qerl_bench.records import Prompt
-from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.task.base import Task
 from qerl_bench.task.graded import reward_of
 from qerl_bench.task.grader.extract import ANSWER_FORMATS
 from qerl_bench.task.grader.last_number import last_number_is
 from qerl_bench.task.prompt_task import PromptTask
+from qerl_core.metrics import mean, repeats_itself
+from qerl_core.records import Prompt
+from qerl_core.rundir.run_dir import RunDir
 
 FILE = "formats.json"
 MODES = ("sampled", "greedy")  # of evaluations; the first is what training does

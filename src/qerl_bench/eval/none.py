@@ -12,7 +12,7 @@ from qerl_bench.task.base import Task
 if TYPE_CHECKING:
     from qerl_bench.engine.base import RolloutEngine
     from qerl_bench.model.policy import Policy
-    from qerl_bench.rundir.run_dir import RunDir
+    from qerl_core.rundir.run_dir import RunDir
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from qerl_bench.checks import require
 from qerl_bench.eval.base import Score
-from qerl_bench.rundir.read_files import read_table
-from qerl_bench.statistics import Estimate, paired_difference
+from qerl_core.checks import require
+from qerl_core.rundir.read_files import read_table
+from qerl_core.statistics import Estimate, paired_difference
 
 
 def read_samples(folder: str | os.PathLike[str], step: int | None = None) -> pd.DataFrame:

@@ -9,9 +9,9 @@ import pandas as pd
 
 from qerl_bench.eval.base import Evaluation, Score
 from qerl_bench.eval.paired import gains
-from qerl_bench.rundir.environment import versions
-from qerl_bench.rundir.read_files import read_table
-from qerl_bench.rundir.run_dir import RunDir
+from qerl_core.rundir.environment import versions
+from qerl_core.rundir.read_files import read_table
+from qerl_core.rundir.run_dir import RunDir
 
 
 def record_evaluation(run: RunDir, task: str, step: int, evaluation: Evaluation) -> list[Score]:

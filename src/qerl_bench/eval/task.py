@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import (
+from qerl_bench.engine.adapter_check import check_completions
+from qerl_bench.engine.base import Sampling
+from qerl_bench.eval.base import Evaluation, Score
+from qerl_bench.parallel import ALONE, World
+from qerl_bench.task.base import Task
+from qerl_bench.task.graded import reward_of
+from qerl_bench.task.prompt_task import PromptTask
+from qerl_core.checks import (
     Check,
     check_fields,
     count,
@@ -18,22 +25,15 @@ from qerl_bench.checks import (
     temperature,
     text,
 )
-from qerl_bench.engine.adapter_check import check_completions
-from qerl_bench.engine.base import Sampling
-from qerl_bench.eval.base import Evaluation, Score
-from qerl_bench.metrics import mean
-from qerl_bench.parallel import ALONE, World
-from qerl_bench.records import Prompt, Rollout
-from qerl_bench.seeding import derive
-from qerl_bench.statistics import majority, over_samples, pass_at_k
-from qerl_bench.task.base import Task
-from qerl_bench.task.graded import reward_of
-from qerl_bench.task.prompt_task import PromptTask
+from qerl_core.metrics import mean
+from qerl_core.records import Prompt, Rollout
+from qerl_core.seeding import derive
+from qerl_core.statistics import majority, over_samples, pass_at_k
 
 if TYPE_CHECKING:
     from qerl_bench.engine.base import RolloutEngine
     from qerl_bench.model.policy import Policy
-    from qerl_bench.rundir.run_dir import RunDir
+    from qerl_core.rundir.run_dir import RunDir
 
 STEPS = Check(
     lambda value: isinstance(value, Sequence) and all(isinstance(step, int) and step > 0 for step in value),

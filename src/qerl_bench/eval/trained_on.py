@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 
-from qerl_bench.checks import ConfigError, require
 from qerl_bench.task.base import Task
 from qerl_bench.task.dataset import DatasetTask
 from qerl_bench.task.sources import MAX_EXAMPLES
+from qerl_core.checks import ConfigError, require
 
 log = logging.getLogger(__name__)
 

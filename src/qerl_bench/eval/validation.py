@@ -13,8 +13,8 @@ from typing import Any
 
 from qerl_bench.eval.base import Evaluator
 from qerl_bench.eval.task import TaskEvaluation, by_question, has_lenient
-from qerl_bench.statistics import over_samples
 from qerl_bench.task.base import Task
+from qerl_core.statistics import over_samples
 
 POINTS = 5  # of a curve, about, if eval.every leaves it open
 LEAST_STEPS = 10  # between two of these

@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any, Protocol
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.rundir.durable import write_atomically
+from qerl_core.checks import ConfigError
+from qerl_core.rundir.durable import write_atomically
 
 log = logging.getLogger(__name__)
 IDS = "mirror.json"  # in the run's folder: the id of its record at each service

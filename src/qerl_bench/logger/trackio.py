@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qerl_bench.checks import check_fields, require_package, text
 from qerl_bench.logger.base import MetricsMirror, ServiceMirror, group_of, keep_id
+from qerl_core.checks import check_fields, require_package, text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from qerl_bench.checks import ConfigError, check_fields, one_of, optional, require_package, text
 from qerl_bench.logger.base import MetricsMirror, ServiceMirror, group_of, keep_id, tags_of
+from qerl_core.checks import ConfigError, check_fields, one_of, optional, require_package, text
 
 MODES = ("online", "offline", "disabled")
 MAX_TAG = 64  # characters, at W&B

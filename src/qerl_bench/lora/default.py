@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import MAX_ALPHA, check_fields, count, flag, number, require
-from qerl_bench.process.hidden_packages import hidden_packages
+from qerl_core.checks import MAX_ALPHA, check_fields, count, flag, number, require
+from qerl_core.process.hidden_packages import hidden_packages
 
 if TYPE_CHECKING:
     import torch

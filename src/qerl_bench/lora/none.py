@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import require
+from qerl_core.checks import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

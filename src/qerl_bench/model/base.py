@@ -7,10 +7,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.process.out_of_memory import shortage
-from qerl_bench.records import Message
-from qerl_bench.rundir.disk_errors import failure
+from qerl_core.checks import ConfigError
+from qerl_core.process.out_of_memory import shortage
+from qerl_core.records import Message
+from qerl_core.rundir.disk_errors import failure
 
 if TYPE_CHECKING:
     import torch

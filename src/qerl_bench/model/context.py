@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from qerl_bench.checks import require
+from qerl_core.checks import require
 
 SWITCHED = ("longrope", "su")  # types of rotary embedding with two sets of factors; su is what Phi-3 first called it
 NAMES = ("max_position_embeddings", "max_seq_len")  # of the limit in a config

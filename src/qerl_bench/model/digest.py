@@ -8,9 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from qerl_bench.model.base import Model
-from qerl_bench.options.model_names import last_part
 from qerl_bench.quant.weight_files import weight_files
-from qerl_bench.rundir.checksums import digest
+from qerl_core.options.model_names import last_part
+from qerl_core.rundir.checksums import digest
 
 MAX_WHOLE_BYTES = 2**30  # larger files are sampled
 BLOCK_BYTES, BLOCKS = 2**20, 64  # the blocks read of a larger file, evenly spaced from its first byte to its last

@@ -15,7 +15,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import Check, check_fields, count, flag, naming, number, one_of, optional, require
 from qerl_bench.model.base import DTYPES, placed, source_of
 from qerl_bench.model.gguf.architecture import config_of
 from qerl_bench.model.gguf.convert import converted, describe
@@ -27,9 +26,10 @@ from qerl_bench.model.token_ids import require_rows
 from qerl_bench.quant.architecture import causal_lm_config, read_errors
 from qerl_bench.quant.foreign_config import GENERATION, generation_config, said_of_generation
 from qerl_bench.quant.weight_files import weight_files
-from qerl_bench.records import RENDERED, Message
-from qerl_bench.rundir.checksums import digest
 from qerl_bench.task.chat_template import check_template, prompt_ids, render_prompt, template_variables
+from qerl_core.checks import Check, check_fields, count, flag, naming, number, one_of, optional, require
+from qerl_core.records import RENDERED, Message
+from qerl_core.rundir.checksums import digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from peft.tuners import lora
 
-from qerl_bench.checks import require
 from qerl_bench.model.adapters import LoRAExperts
 from qerl_bench.quant.concat import concat_rows_in_place
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
+from qerl_core.checks import require
 from qerl_kernels.compilers import refusal
 from qerl_kernels.decode import MOST_TOKENS, kernel_of, separable
 from qerl_kernels.grouped import FORMATS as GROUPED_FORMATS

@@ -10,7 +10,6 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qerl_bench.checks import require
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.shape import RandomModel, RandomWeights
 from qerl_bench.model.token_ids import require_rows
@@ -26,6 +25,7 @@ from qerl_bench.quant.packed_share import weights_of
 from qerl_bench.quant.weight_files import left_out, weight_files
 from qerl_bench.quantizer.apply import quantize_model
 from qerl_bench.quantizer.rescaling import Rescaling
+from qerl_core.checks import require
 
 log = logging.getLogger(__name__)
 ADAPTER = "adapter_config.json"  # of PEFT

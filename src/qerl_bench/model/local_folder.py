@@ -6,8 +6,8 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 
-from qerl_bench.checks import ConfigError, require
 from qerl_bench.quant.weight_files import weight_files
+from qerl_core.checks import ConfigError, require
 
 LOCAL = ("/", ".", "~")  # how paths begin, and no hub id
 WEIGHTS = ("*.safetensors", "*.bin")

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from qerl_bench.checks import require
 from qerl_bench.model.policy import Policy
 from qerl_bench.quant.experts import expert_modules
 from qerl_bench.quant.export import write_model
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.packed_share import persistent_buffers
-from qerl_bench.rundir.durable import atomically, check_new_folder
+from qerl_core.checks import require
+from qerl_core.rundir.durable import atomically, check_new_folder
 
 BASE, ADAPTER = ".base_layer", ".lora_"  # what PEFT puts into names
 

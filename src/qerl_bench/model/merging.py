@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraLayer
 
-from qerl_bench.checks import naming, require
 from qerl_bench.model.adapters import block_linears
 from qerl_bench.model.kernels import LoRALinear
 from qerl_bench.quant.base import BlockFormat, WeightFormat
@@ -27,6 +26,7 @@ from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quant.packed_share import decoder_blocks
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.quantizer.calibrate import shared_amax
+from qerl_core.checks import naming, require
 
 log = logging.getLogger(__name__)
 REASON = "base and adapter are rounded together"  # why a fused path is not taken

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from qerl_bench.checks import require
 from qerl_bench.quantizer.rescaling import Rescaling
+from qerl_core.checks import require
 
 if TYPE_CHECKING:
     from qerl_bench.model.policy import Policy

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_chunked_causal_mask, create_sliding_window_causal_mask
 
 from qerl_bench.model.shared_prompts import SharedPrompts, first_with_prompt, prompt_lengths
-from qerl_bench.process.out_of_memory import shortage
+from qerl_core.process.out_of_memory import shortage
 
 LOCAL_MASKS = {
     "sliding_attention": create_sliding_window_causal_mask,

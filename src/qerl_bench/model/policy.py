@@ -20,7 +20,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qerl_bench.aqn.injector import NoiseInjector, compute_in_float32
-from qerl_bench.checks import naming, require
 from qerl_bench.model.attention import enable_attention
 from qerl_bench.model.block import fuse_blocks
 from qerl_bench.model.kernels import choose_kernels, why_not_fused, why_not_fused_blocks
@@ -37,7 +36,6 @@ from qerl_bench.quant.activations import Rounding
 from qerl_bench.quant.error_decomposition import LayerReport
 from qerl_bench.quant.packed_share import packed_share
 from qerl_bench.quantizer.rescaling import Rescaling
-from qerl_bench.records import Demonstration, Message, Prompt
 from qerl_bench.task.chat_template import (
     Keywords,
     demonstration_ids,
@@ -46,6 +44,8 @@ from qerl_bench.task.chat_template import (
     texts_of,
     thinking_opened,
 )
+from qerl_core.checks import naming, require
+from qerl_core.records import Demonstration, Message, Prompt
 
 log = logging.getLogger(__name__)
 CARD = """---

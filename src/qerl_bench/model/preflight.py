@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from qerl_bench.checks import require
 from qerl_bench.model.block import without_fused_blocks
 from qerl_bench.model.context import longest_context
 from qerl_bench.model.float32 import in_float32, replace_forward
@@ -38,6 +37,7 @@ from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.experts import PackedExperts
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.packed_share import decoder_blocks, packed_share, unpacked_parameters, weights_of
+from qerl_core.checks import require
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from qerl_bench.checks import check_fields, count, one_of, require
 from qerl_bench.model.base import DTYPES
-from qerl_bench.records import Message
+from qerl_core.checks import check_fields, count, one_of, require
+from qerl_core.records import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Qwen2Config

@@ -18,10 +18,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from qerl_bench.checks import require
 from qerl_bench.model.kernels import LoRALinear
 from qerl_bench.quant.experts import expert_modules
 from qerl_bench.quant.linear import PackedLinear
+from qerl_core.checks import require
 from qerl_kernels.training_linear import Kept, keeping, reusing
 
 log = logging.getLogger(__name__)

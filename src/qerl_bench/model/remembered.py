@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from qerl_bench.quantizer.base import Quantizer
-from qerl_bench.rundir.checksums import digest
-from qerl_bench.rundir.environment import code_digest, cpu_name, nvidia_driver, own_modules, versions
-from qerl_bench.rundir.locks import wait_for_lock
+from qerl_core.rundir.checksums import digest
+from qerl_core.rundir.environment import code_digest, cpu_name, nvidia_driver, own_modules, versions
+from qerl_core.rundir.locks import wait_for_lock
 
 log = logging.getLogger(__name__)
 NEEDED = ("torch", "transformers")  # packages without which nothing can be compared

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import check_fields, count, flag, one_of, require
 from qerl_bench.model.base import DTYPES
 from qerl_bench.model.qwen2 import MadeHere, Qwen2Spec
-from qerl_bench.seeding import derive
+from qerl_core.checks import check_fields, count, flag, one_of, require
+from qerl_core.seeding import derive
 
 if TYPE_CHECKING:
     import torch

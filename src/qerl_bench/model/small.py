@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import check_fields, count, learning_rate, number, one_of
 from qerl_bench.model.tiny import TinyModel
-from qerl_bench.options import user_options
-from qerl_bench.options.files import options_of
-from qerl_bench.options.names import choice_of
-from qerl_bench.seeding import derive
+from qerl_core.checks import check_fields, count, learning_rate, number, one_of
+from qerl_core.options import user_options
+from qerl_core.options.files import options_of
+from qerl_core.options.names import choice_of
+from qerl_core.seeding import derive
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -19,14 +19,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from qerl_bench.checks import require
 from qerl_bench.model.lm_head import decoder_of
 from qerl_bench.model.policy import Policy
-from qerl_bench.process.out_of_memory import shortage
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.packed_config import quantization_config
 from qerl_bench.quant.packed_share import decoder_blocks, persistent_buffers, weights_of
+from qerl_core.checks import require
+from qerl_core.process.out_of_memory import shortage
 
 log = logging.getLogger(__name__)
 MOST_BYTES = 4 * 2**30  # of a copy of the whole model

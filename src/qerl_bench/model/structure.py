@@ -17,10 +17,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from qerl_bench.checks import require
 from qerl_bench.model.weight_reads import storage_of, weights_read
 from qerl_bench.quant.experts import PackedExperts
 from qerl_bench.quant.packed_share import decoder_blocks
+from qerl_core.checks import require
 
 TWO_PER_BLOCK = ("llama", "mistral", "qwen2", "qwen3")  # a probe that finds anything else there is wrong
 PROBE_TOKENS = 8

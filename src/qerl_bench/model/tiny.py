@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import check_fields, count, positive
 from qerl_bench.model.base import placed
 from qerl_bench.model.qwen2 import Qwen2Spec
+from qerl_core.checks import check_fields, count, positive
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from qerl_bench.checks import require
 from qerl_bench.task.chat_template import Keywords, end_of_turn
+from qerl_core.checks import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

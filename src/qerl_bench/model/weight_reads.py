@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.quant.packed_weight import PackedWeightRead
+from qerl_core.checks import ConfigError
 
 
 @contextmanager

@@ -17,11 +17,11 @@ import pyarrow as pa
 
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.eval.task import grade_rollouts
-from qerl_bench.process.progress import phase
-from qerl_bench.records import Prompt, Rollout
-from qerl_bench.seeding import derive
-from qerl_bench.studies.probes.numbers import by_part, counts, enough_tokens
 from qerl_bench.task.base import Task
+from qerl_core.process.progress import phase
+from qerl_core.records import Prompt, Rollout
+from qerl_core.seeding import derive
+from qerl_studies.probes.numbers import by_part, counts, enough_tokens
 
 TOP_P = 0.95  # of temperatures below 1, as in conf/eval/paper.yaml; 1 is the distribution that training samples
 SCHEMA = pa.schema(

@@ -18,10 +18,10 @@ from qerl_bench.engine.base import RolloutEngine
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.policy import Policy
 from qerl_bench.probe.answers import Asked, asked_at, first, numbers, table
-from qerl_bench.process.device import peak_gib, reset_peak
-from qerl_bench.process.progress import phase
-from qerl_bench.records import Prompt, Rollout
-from qerl_bench.seeding import derive
+from qerl_core.process.device import peak_gib, reset_peak
+from qerl_core.process.progress import phase
+from qerl_core.records import Prompt, Rollout
+from qerl_core.seeding import derive
 
 KL_ANSWERS = 1_024  # that are scored by another policy, at most, of the first questions
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from qerl_bench.checks import require
 from qerl_bench.engine.base import RolloutEngine
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.digest import digest_of, name_of_base
@@ -19,11 +18,12 @@ from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.probe.answers import asked_at, numbers, table
 from qerl_bench.probe.measure import Reference, Wanted, measure
 from qerl_bench.probe.rise import sigma_of_rise
-from qerl_bench.process.progress import phase
 from qerl_bench.run_setup import prepare_device
-from qerl_bench.rundir.environment import environment
 from qerl_bench.task.grader.extract import ANSWER_FORMATS
 from qerl_bench.task.prompt_task import PromptTask
+from qerl_core.checks import require
+from qerl_core.process.progress import phase
+from qerl_core.rundir.environment import environment
 
 log = logging.getLogger(__name__)
 ANSWER_FORMAT_QUESTIONS = 64  # to choose the answer format, at most

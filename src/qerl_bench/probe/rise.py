@@ -7,11 +7,11 @@ from typing import Any
 from qerl_bench.dose import curve, noisy_samples
 from qerl_bench.engine.base import RolloutEngine
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.metrics import mean_entropy
 from qerl_bench.model.policy import Policy
 from qerl_bench.probe.bisection import find_sigma
 from qerl_bench.run_setup import on_base_of
-from qerl_bench.seeding import derive
+from qerl_core.metrics import mean_entropy
+from qerl_core.seeding import derive
 
 START = 0.1  # sigma that is tried first
 

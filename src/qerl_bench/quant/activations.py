@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from qerl_bench.checks import require
 from qerl_bench.quant.base import NOT_ROUNDED
 from qerl_bench.quant.experts import PackedExperts
 from qerl_bench.quant.linear import PackedLinear
+from qerl_core.checks import require
 from qerl_kernels.activations import round_rows
 
 log = logging.getLogger(__name__)

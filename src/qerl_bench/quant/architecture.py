@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from qerl_bench.checks import ConfigError, require
-from qerl_bench.process.out_of_memory import shortage
 from qerl_bench.quant.foreign_config import checked_config
-from qerl_bench.rundir.disk_errors import failure
+from qerl_core.checks import ConfigError, require
+from qerl_core.process.out_of_memory import shortage
+from qerl_core.rundir.disk_errors import failure
 
 # Tensor names of a multimodal checkpoint -> those of its text part alone.
 TEXT_PART = {

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from qerl_bench.checks import ConfigError, check_fields, flag, number, one_of, require
+from qerl_core.checks import ConfigError, check_fields, flag, number, one_of, require
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from qerl_bench.checks import ConfigError, require
 from qerl_bench.quant.architecture import TEXT_PART, causal_lm_config, read_errors
 from qerl_bench.quant.checkpoint_mapping import Source, sources_of
 from qerl_bench.quant.experts import is_transposed, matrix_shape
@@ -28,6 +27,7 @@ from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.packed_config import quantization_config
 from qerl_bench.quant.packed_share import persistent_buffers
 from qerl_bench.quant.weight_files import REMEDY, indexed, weight_files
+from qerl_core.checks import ConfigError, require
 from qerl_kernels import mxfp4
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from qerl_bench.rundir.durable import atomically
+from qerl_core.rundir.durable import atomically
 
 _CHUNK = 1 << 17  # weights processed at once; small enough for a CPU's cache
 _GPU_CHUNK = 1 << 24  # larger on a GPU, where launching a small operation takes longer than running it

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from qerl_bench.checks import require
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.checkpoint_mapping import in_checkpoint, rows_in_checkpoint
 from qerl_bench.quant.linear import TENSOR_SCALES, PackedLinear
@@ -23,7 +22,8 @@ from qerl_bench.quant.nf4 import NF4, quant_state
 from qerl_bench.quant.packed_config import config_entry
 from qerl_bench.quant.packed_share import persistent_buffers, unpacked_parameters
 from qerl_bench.quant.symmetric import FP8, INT8, Symmetric
-from qerl_bench.rundir.durable import atomically, check_new_folder
+from qerl_core.checks import require
+from qerl_core.rundir.durable import atomically, check_new_folder
 from qerl_kernels.symmetric import swap_sign
 
 SHARD_BYTES = 5 * 10**9

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from qerl_bench.checks import ConfigError, require
+from qerl_core.checks import ConfigError, require
 
 log = logging.getLogger(__name__)
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from qerl_bench.checks import naming
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.packed_weight import PackedWeight
+from qerl_core.checks import naming
 from qerl_kernels import decode, layout, projection
 from qerl_kernels.dequantize import dequantize
 from qerl_kernels.training_linear import Adapter, JoinedAdapters, packed_linear

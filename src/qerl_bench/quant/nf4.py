@@ -12,8 +12,8 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import check_fields, flag, lacking, one_of, require_package
 from qerl_bench.quant.base import BlockFormat
+from qerl_core.checks import check_fields, flag, lacking, one_of, require_package
 
 if TYPE_CHECKING:
     import torch

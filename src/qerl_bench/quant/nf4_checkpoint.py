@@ -6,9 +6,9 @@ import json
 
 import torch
 
-from qerl_bench.checks import ConfigError, require
 from qerl_bench.quant.checkpoint import CheckpointReader
 from qerl_bench.quant.nf4 import NESTED_BLOCK, NF4
+from qerl_core.checks import ConfigError, require
 
 STATE = ".quant_state.bitsandbytes__nf4"
 NF4_PARTS = {"absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE[1:]}

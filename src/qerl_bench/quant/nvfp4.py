@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.checks import check_fields, one_of, require
 from qerl_bench.quant.base import BlockFormat
+from qerl_core.checks import check_fields, one_of, require
 
 if TYPE_CHECKING:
     import torch

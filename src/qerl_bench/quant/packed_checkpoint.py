@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from qerl_bench.checks import require
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.checkpoint import BLOCKS, SCALES, UNUSED, CheckpointReader, skeleton
 from qerl_bench.quant.checkpoint_mapping import rows_in_checkpoint, sources_of
@@ -31,6 +30,7 @@ from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quant.packed_config import MODELOPT, packing_of
 from qerl_bench.quant.packed_share import is_linear
 from qerl_bench.quant.symmetric import FP8, INT4, INT8, Symmetric
+from qerl_core.checks import require
 from qerl_kernels.symmetric import swap_sign
 
 log = logging.getLogger(__name__)

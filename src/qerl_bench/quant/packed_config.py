@@ -14,12 +14,12 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from qerl_bench.checks import ConfigError, require
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quant.symmetric import FP8, INT4, INT8, SQUARE, Symmetric
+from qerl_core.checks import ConfigError, require
 
 COMPRESSED, MODELOPT, RELEASED = "compressed-tensors", "modelopt", "mxfp4"  # quant_method; the last one of gpt-oss
 PACK_FORMATS: dict[str, type[BlockFormat]] = {  # of compressed-tensors

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from qerl_bench.checks import ConfigError
+from qerl_core.checks import ConfigError
 
 
 class PackedWeightRead(ConfigError):

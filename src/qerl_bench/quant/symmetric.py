@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from qerl_bench.checks import Check, check_fields, one_of
 from qerl_bench.quant.base import BlockFormat
+from qerl_core.checks import Check, check_fields, one_of
 
 if TYPE_CHECKING:
     import torch

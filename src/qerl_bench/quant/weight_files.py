@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from qerl_bench.checks import ConfigError, require
+from qerl_core.checks import ConfigError, require
 
 WHOLE = "model.safetensors"
 INDEX = f"{WHOLE}.index.json"

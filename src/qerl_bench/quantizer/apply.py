@@ -15,8 +15,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from qerl_bench.checks import naming, require
-from qerl_bench.process.progress import bar
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.bf16 import BF16
 from qerl_bench.quant.error_decomposition import LayerReport, experts_report, layer_report, unpacked_report
@@ -43,6 +41,8 @@ from qerl_bench.quantizer.calibrate import (
 from qerl_bench.quantizer.calibration import batches
 from qerl_bench.quantizer.rescaling import Rescaling
 from qerl_bench.quantizer.rtn import RoundToNearest
+from qerl_core.checks import naming, require
+from qerl_core.process.progress import bar
 
 RTN = RoundToNearest(name="rtn")
 UNPACKED = BF16(name="bf16")  # of transformer blocks that stay in 16 bits

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.checks import check_fields, count
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.quantizer.calibration import Calibration
+from qerl_core.checks import check_fields, count
 
 if TYPE_CHECKING:
     import torch

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from qerl_bench.checks import ConfigError
 from qerl_bench.quant.base import BlockFormat
 from qerl_bench.quant.linear import PackedLinear, pack_linear, siblings_of
+from qerl_core.checks import ConfigError
 
 # (previous, layer): each output of `previous` scales inputs of `layer` and nothing else.
 CHAINS = (("v_proj", "o_proj"), ("up_proj", "down_proj"))

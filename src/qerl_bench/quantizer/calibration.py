@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from qerl_bench.checks import ConfigError, check_fields, count, require
 from qerl_bench.task.chat_template import Keywords, demonstration_ids, plain_ids
+from qerl_core.checks import ConfigError, check_fields, count, require
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from qerl_bench.records import Demonstration
+    from qerl_core.records import Demonstration
 
 BATCH_SIZE = 16  # sequences per forward pass; limits memory
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.checks import require
 from qerl_bench.quantizer.base import Quantizer
+from qerl_core.checks import require
 
 if TYPE_CHECKING:
     import torch

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from qerl_bench.algo.base import Algorithm
-from qerl_bench.checks import require
-from qerl_bench.records import Reward, Rollout
 from qerl_bench.task.base import Task
+from qerl_core.checks import require
+from qerl_core.records import Reward, Rollout
 
 
 class RewardSource(Protocol):

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from qerl_bench.algo.base import Algorithm
-from qerl_bench.checks import ConfigError, TrainingStopped, check_fields, optional, require, text
-from qerl_bench.options.user_options import load_file
-from qerl_bench.records import Prompt, Reward, Rollout
 from qerl_bench.reward.base import refuse_demonstrations
 from qerl_bench.task.base import Task
 from qerl_bench.task.graded import all_checked
+from qerl_core.checks import ConfigError, TrainingStopped, check_fields, optional, require, text
+from qerl_core.options.user_options import load_file
+from qerl_core.records import Prompt, Reward, Rollout
 
 FORM = "def {}(completions, **columns), which returns one number for each completion"
 CUT = "It is 3.14 or"  # a completion that the token limit ended

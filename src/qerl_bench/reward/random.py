@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from qerl_bench.algo.base import Algorithm
-from qerl_bench.checks import check_fields, number
-from qerl_bench.records import Reward, Rollout
 from qerl_bench.reward.base import refuse_demonstrations
-from qerl_bench.seeding import BITS, derive
 from qerl_bench.task.base import Task
+from qerl_core.checks import check_fields, number
+from qerl_core.records import Reward, Rollout
+from qerl_core.seeding import BITS, derive
 
 
 @dataclass(frozen=True, kw_only=True)

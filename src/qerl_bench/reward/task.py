@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qerl_bench.algo.base import Algorithm
-from qerl_bench.records import Reward, Rollout
 from qerl_bench.task.base import Task
+from qerl_core.records import Reward, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)

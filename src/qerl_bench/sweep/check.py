@@ -11,15 +11,15 @@ from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 
-from qerl_bench.checks import ConfigError, require
 from qerl_bench.config import build
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.options.composer import Composer
-from qerl_bench.options.foreign_names import WITHOUT_KEY
-from qerl_bench.process.cards import require_gpu
-from qerl_bench.rundir.checkpoints import is_finished
-from qerl_bench.rundir.run_checks import RunDamaged, check_run_dir, refuse_locked
-from qerl_bench.sweep.points import Point, flags_first
+from qerl_core.checks import ConfigError, require
+from qerl_core.options.composer import Composer
+from qerl_core.options.foreign_names import WITHOUT_KEY
+from qerl_core.process.cards import require_gpu
+from qerl_core.rundir.checkpoints import is_finished
+from qerl_core.rundir.run_checks import RunDamaged, check_run_dir, refuse_locked
+from qerl_core.sweeps.points import Point, flags_first
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def no_flag(given: Sequence[str]) -> str:
 
 def tell_finished(run_dir: Path) -> None:
     """Print the result of a run that is complete, as the run itself did."""
-    from qerl_bench.studies.tables.terminal import places, render, summary
+    from qerl_studies.tables.terminal import places, render, summary
 
     print(f"finished before: {run_dir} (delete the folder to run it again)", file=sys.stderr)
     print(render(summary([run_dir])), *places(run_dir), sep="\n")

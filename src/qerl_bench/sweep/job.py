@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from qerl_bench.process.children import Child, stop
-from qerl_bench.process.failure import MARK
-from qerl_bench.process.installation import run_command
-from qerl_bench.rundir.checkpoints import is_finished, last_checkpoint, step_of
-from qerl_bench.rundir.lease import BEAT_S, STALE_S
+from qerl_core.process.children import Child, stop
+from qerl_core.process.failure import MARK
+from qerl_core.process.installation import run_command
+from qerl_core.rundir.checkpoints import is_finished, last_checkpoint, step_of
+from qerl_core.rundir.lease import BEAT_S, STALE_S
 
 POLL_S = 0.2
 TIME_IS_UP = signal.SIGUSR2  # what Slurm sends through submitit, to all processes of a job

@@ -13,16 +13,16 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from qerl_bench.checks import Check, ConfigError, require
-from qerl_bench.options.composer import refuse_env_copy
-from qerl_bench.options.names import search_folders
-from qerl_bench.options.user_options import search_path
-from qerl_bench.process.installation import CONF_DIR
-from qerl_bench.rundir.locks import holder
 from qerl_bench.sweep.check import check_points
-from qerl_bench.sweep.listing import listed
-from qerl_bench.sweep.points import Point, SweepFailed
 from qerl_bench.sweep.table import sweep_table
+from qerl_core.checks import Check, ConfigError, require
+from qerl_core.options.composer import refuse_env_copy
+from qerl_core.options.names import search_folders
+from qerl_core.options.user_options import search_path
+from qerl_core.process.installation import CONF_DIR
+from qerl_core.rundir.locks import holder
+from qerl_core.sweeps.listing import listed
+from qerl_core.sweeps.points import Point, SweepFailed
 
 log = logging.getLogger(__name__)
 pairs = Check(lambda value: value is None or isinstance(value, Mapping), "null or names with values, {name: value}")

@@ -15,19 +15,19 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
-from qerl_bench.process.children import Child, signal_of, stop
-from qerl_bench.process.failure import reason_of, size_of
-from qerl_bench.process.gpu_share import RUNS_ON_GPU, neighbours
-from qerl_bench.process.installation import run_command
-from qerl_bench.process.out_of_memory import NO_MEMORY
-from qerl_bench.process.progress import duration, phase
-from qerl_bench.rundir.checkpoints import is_finished
-from qerl_bench.rundir.locks import TELL_EVERY_S, WAIT_LIMIT_S, holder
-from qerl_bench.rundir.refusals import CODE as REFUSED
-from qerl_bench.rundir.refusals import discard
 from qerl_bench.sweep.launcher import unfinished
-from qerl_bench.sweep.pace import Pace, counts, run_left, share_done, share_to_make, time_left
-from qerl_bench.sweep.points import Point
+from qerl_core.process.children import Child, signal_of, stop
+from qerl_core.process.failure import reason_of, size_of
+from qerl_core.process.gpu_share import RUNS_ON_GPU, neighbours
+from qerl_core.process.installation import run_command
+from qerl_core.process.out_of_memory import NO_MEMORY
+from qerl_core.process.progress import duration, phase
+from qerl_core.rundir.checkpoints import is_finished
+from qerl_core.rundir.locks import TELL_EVERY_S, WAIT_LIMIT_S, holder
+from qerl_core.rundir.refusals import CODE as REFUSED
+from qerl_core.rundir.refusals import discard
+from qerl_core.sweeps.pace import Pace, counts, run_left, share_done, share_to_make, time_left
+from qerl_core.sweeps.points import Point
 
 log = logging.getLogger(__name__)
 POLL_S = 0.1

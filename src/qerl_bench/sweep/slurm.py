@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qerl_bench.checks import ConfigError, count, flag, number, optional, require, require_package, text
-from qerl_bench.process.termination import Terminated
-from qerl_bench.rundir.durable import write_atomically
-from qerl_bench.rundir.read_files import read_object
 from qerl_bench.sweep.launcher import SweepLauncher, check_ranks, not_running, pairs, unfinished
-from qerl_bench.sweep.points import Point
 from qerl_bench.sweep.slurm_job import JOB_FILE, SlurmJob
-from qerl_bench.sweep.slurm_queue import arrays, follow, read_queue, what_goes_on
+from qerl_core.checks import ConfigError, count, flag, number, optional, require, require_package, text
+from qerl_core.process.termination import Terminated
+from qerl_core.rundir.durable import write_atomically
+from qerl_core.rundir.read_files import read_object
+from qerl_core.sweeps.points import Point
+from qerl_core.sweeps.slurm_queue import arrays, follow, read_queue, what_goes_on
 
 log = logging.getLogger(__name__)
 

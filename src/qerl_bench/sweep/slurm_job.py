@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qerl_bench.process.failure import reason_of, size_of
 from qerl_bench.sweep.job import Job
+from qerl_core.process.failure import reason_of, size_of
 
 JOB_FILE = "job.json"  # in a run's folder: the job that runs it
 

@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.options.fingerprint import flat, with_effect
+from qerl_core.checks import ConfigError
+from qerl_core.options.fingerprint import flat, with_effect
 
 
 def sweep_table(run_dirs: Sequence[Path]) -> str:
@@ -19,8 +19,8 @@ def sweep_table(run_dirs: Sequence[Path]) -> str:
     """
     import pandas as pd  # takes a second, which no run waits for
 
-    from qerl_bench.studies.runs.load import load_run
-    from qerl_bench.studies.tables.terminal import differences, render, row_of
+    from qerl_studies.runs.load import load_run
+    from qerl_studies.tables.terminal import differences, render, row_of
 
     rows, configs, others = [], [], []
     with warnings.catch_warnings(action="ignore"):  # the half-written last line of a run that goes on elsewhere

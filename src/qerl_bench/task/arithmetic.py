@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from qerl_bench.checks import at_most, check_fields, count, require
 from qerl_bench.task.operation_chains import Chain, GeneratedTask, Problem, apply
+from qerl_core.checks import at_most, check_fields, count, require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from qerl_bench.algo.base import Algorithm
-from qerl_bench.records import Demonstration, Prompt, Reward, Rollout
-from qerl_bench.seeding import derive
 from qerl_bench.task.question_form import normalize_question
+from qerl_core.records import Demonstration, Prompt, Reward, Rollout
+from qerl_core.seeding import derive
 
 
 class TaskBase:

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import ConfigError, require
-from qerl_bench.records import RENDERED, Demonstration, Message
 from qerl_bench.task.grader.extract import THINK
+from qerl_core.checks import ConfigError, require
+from qerl_core.records import RENDERED, Demonstration, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

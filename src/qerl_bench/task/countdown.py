@@ -11,9 +11,9 @@ import random
 import re
 from dataclasses import dataclass
 
-from qerl_bench.checks import at_most, check_fields, count, require, share
-from qerl_bench.records import Prompt, Reward
 from qerl_bench.task.symbolic import OPERATORS, SymbolicProblem, SymbolicTask, calculate
+from qerl_core.checks import at_most, check_fields, count, require, share
+from qerl_core.records import Prompt, Reward
 
 MAX_VALUE = 200  # the largest number of a chain, as large as the largest number word
 STEP = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+) ;")

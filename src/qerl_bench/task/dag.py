@@ -19,10 +19,10 @@ import string
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from qerl_bench.checks import check_fields, one_of, require
-from qerl_bench.records import Prompt, Reward
-from qerl_bench.seeding import derive
 from qerl_bench.task.symbolic import OPERATORS, SymbolicProblem, SymbolicTask, calculate
+from qerl_core.checks import check_fields, one_of, require
+from qerl_core.records import Prompt, Reward
+from qerl_core.seeding import derive
 
 MODULUS = 23
 NAMES = tuple(string.ascii_letters)

@@ -10,8 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from qerl_bench.checks import ConfigError, require
-from qerl_bench.seeding import derive
+from qerl_core.checks import ConfigError, require
+from qerl_core.seeding import derive
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:

@@ -13,8 +13,6 @@ from collections.abc import Container
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from qerl_bench.checks import ConfigError, check_fields, one_of, optional, require, text
-from qerl_bench.records import Demonstration, Prompt
 from qerl_bench.task.datafile import training_indices
 from qerl_bench.task.grader.extract import well_formed
 from qerl_bench.task.grader.grader import Grader
@@ -22,6 +20,8 @@ from qerl_bench.task.prompt_task import PromptTask, no_demonstrations
 from qerl_bench.task.prompts import format_demonstration
 from qerl_bench.task.question_form import normalize_question
 from qerl_bench.task.sources import MAX_EXAMPLES, QuestionRow, QuestionSource
+from qerl_core.checks import ConfigError, check_fields, one_of, optional, require, text
+from qerl_core.records import Demonstration, Prompt
 
 log = logging.getLogger(__name__)
 LEAKS = ("refuse", "drop")

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from itertools import repeat
 
 from qerl_bench.algo.base import Algorithm
-from qerl_bench.checks import check_fields, count
-from qerl_bench.records import Demonstration, Prompt, Reward
 from qerl_bench.task.base import TaskBase
 from qerl_bench.task.prompt_task import no_demonstrations
 from qerl_bench.task.prompts import PromptTemplate
 from qerl_bench.task.split import distinct_problems
+from qerl_core.checks import check_fields, count
+from qerl_core.records import Demonstration, Prompt, Reward
 
 ENOUGH = 0.4  # a share that few completions of random tokens reach
 

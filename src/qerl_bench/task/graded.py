@@ -15,8 +15,8 @@ from functools import cache
 from numbers import Real
 from typing import Any, Protocol
 
-from qerl_bench.checks import TrainingStopped, require
-from qerl_bench.records import Prompt, Reward, Rollout
+from qerl_core.checks import TrainingStopped, require
+from qerl_core.records import Prompt, Reward, Rollout
 
 
 class Judge(Protocol):

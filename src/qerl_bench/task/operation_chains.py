@@ -11,12 +11,12 @@ import random
 from dataclasses import dataclass
 from itertools import repeat
 
-from qerl_bench.checks import require
-from qerl_bench.records import Demonstration, Prompt
-from qerl_bench.seeding import derive
 from qerl_bench.task.prompt_task import PromptTask
 from qerl_bench.task.prompts import format_demonstration
 from qerl_bench.task.split import distinct_problems
+from qerl_core.checks import require
+from qerl_core.records import Demonstration, Prompt
+from qerl_core.seeding import derive
 
 PROCEDURES = ("guess", "hasty", "careful")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qerl_bench.checks import ConfigError, check_fields, count
-from qerl_bench.records import Prompt, Reward
 from qerl_bench.task.base import TaskBase
 from qerl_bench.task.grader.grader import Grader
 from qerl_bench.task.grader.last_number import last_number_is
 from qerl_bench.task.prompts import PromptTemplate
+from qerl_core.checks import ConfigError, check_fields, count
+from qerl_core.records import Prompt, Reward
 
 
 @dataclass(frozen=True, kw_only=True)

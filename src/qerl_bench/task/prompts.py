@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qerl_bench.checks import check_fields, one_of
-from qerl_bench.records import RENDERED, Message, Prompt
+from qerl_core.checks import check_fields, one_of
+from qerl_core.records import RENDERED, Message, Prompt
 
 PLACES = ("system", "suffix", "none")
 TEMPLATES = ("chat", "plain")

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import ConfigError, check_fields, flag, require, require_package
-from qerl_bench.records import Demonstration, Prompt, Reward
 from qerl_bench.task.grader.extract import extract, well_formed
 from qerl_bench.task.grader.last_number import last_words_are
 from qerl_bench.task.prompt_task import PromptTask, no_demonstrations
 from qerl_bench.task.split import distinct_problems
+from qerl_core.checks import ConfigError, check_fields, flag, require, require_package
+from qerl_core.records import Demonstration, Prompt, Reward
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from random import Random
 
 from qerl_bench.algo.base import Algorithm
-from qerl_bench.checks import ConfigError, check_fields, count, one_of, require
-from qerl_bench.records import Demonstration, Prompt, Reward, Rollout
-from qerl_bench.seeding import derive
 from qerl_bench.task.base import TaskBase
 from qerl_bench.task.prompt_task import no_demonstrations
+from qerl_core.checks import ConfigError, check_fields, count, one_of, require
+from qerl_core.records import Demonstration, Prompt, Reward, Rollout
+from qerl_core.seeding import derive
 
 LENGTHS = ("fixed", "geometric")
 IDS = 256  # prompts use token ids below this, which every vocabulary has

@@ -12,9 +12,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from qerl_bench.checks import ConfigError, count, optional, require
 from qerl_bench.task.datafile import read_rows
 from qerl_bench.task.grader.grader import Grader
+from qerl_core.checks import ConfigError, count, optional, require
 
 MAX_EXAMPLES = 3  # shown for each kind of bad row
 USUAL = {  # what others call the columns

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
 
-from qerl_bench.checks import require
+from qerl_core.checks import require
 
 HELD_OUT_SHARE = 8  # one problem in this many is held out
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
 
-from qerl_bench.checks import check_fields, count
-from qerl_bench.records import RENDERED, Demonstration, Prompt
-from qerl_bench.seeding import derive
 from qerl_bench.task.base import TaskBase
 from qerl_bench.task.split import distinct_problems, is_held_out
+from qerl_core.checks import check_fields, count
+from qerl_core.records import RENDERED, Demonstration, Prompt
+from qerl_core.seeding import derive
 
 OPERATORS = "+-*"
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from qerl_bench.checks import at_most, check_fields, count, require
 from qerl_bench.task.operation_chains import Chain, GeneratedTask, Problem, apply
+from qerl_core.checks import at_most, check_fields, count, require
 
 NAMES = (
     *("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gia", "Hal", "Ida", "Jon", "Kai", "Lea", "Mia", "Ned", "Ola"),

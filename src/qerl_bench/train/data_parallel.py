@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import torch
 
-from qerl_bench.checks import TrainingStopped
 from qerl_bench.parallel import World
 from qerl_bench.train.batch import Batch
+from qerl_core.checks import TrainingStopped
 
 Item = TypeVar("Item")
 

@@ -14,15 +14,15 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from qerl_bench.checks import TrainingStopped
 from qerl_bench.model.policy import Policy
-from qerl_bench.process.device import peak_bytes
-from qerl_bench.process.gpu_share import free_bytes, release
-from qerl_bench.process.out_of_memory import shortage
-from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.train.recorded_passes import POOL_SPARE, least_tokens
 from qerl_bench.train.reduced_sizes import shortages_of
 from qerl_bench.train.spec import TrainSpec
+from qerl_core.checks import TrainingStopped
+from qerl_core.process.device import peak_bytes
+from qerl_core.process.gpu_share import free_bytes, release
+from qerl_core.process.out_of_memory import shortage
+from qerl_core.rundir.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 FILE = "memory.json"

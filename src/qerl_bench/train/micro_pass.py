@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from qerl_bench import metrics
 from qerl_bench.algo.base import LossInputs
 from qerl_bench.model.lm_head import TokenStats
 from qerl_bench.model.packing import Packing
@@ -20,6 +19,7 @@ from qerl_bench.train.objective import objective
 from qerl_bench.train.recorded_passes import RecordedPasses
 from qerl_bench.train.rollout_records import TokenColumns
 from qerl_bench.train.spec import Specs
+from qerl_core import metrics
 
 
 @dataclass

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from qerl_bench.checks import TrainingStopped
 from qerl_bench.model.block import without_fused_blocks
 from qerl_bench.model.policy import Policy
-from qerl_bench.records import Rollout
-from qerl_bench.rundir.durable import write_atomically
-from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.train.batch import make_batch
+from qerl_core.checks import TrainingStopped
+from qerl_core.records import Rollout
+from qerl_core.rundir.durable import write_atomically
+from qerl_core.rundir.run_dir import RunDir
 
 
 class NonFiniteError(Exception):

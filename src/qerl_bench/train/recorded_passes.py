@@ -21,12 +21,12 @@ from qerl_bench.model.lm_head import TokenStats
 from qerl_bench.model.merging import REASON as MERGED
 from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
-from qerl_bench.process.device import peak_bytes
-from qerl_bench.process.out_of_memory import shortage
 from qerl_bench.quant.activations import REASON as ROUNDED
 from qerl_bench.train.batch import Batch
 from qerl_bench.train.objective import objective
 from qerl_bench.train.spec import Specs
+from qerl_core.process.device import peak_bytes
+from qerl_core.process.out_of_memory import shortage
 from qerl_kernels.scratch import owned_by
 
 log = logging.getLogger(__name__)

@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TypeVar
 
-from qerl_bench.checks import TrainingStopped
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import World
-from qerl_bench.process.device import random_state, set_random_state
-from qerl_bench.process.gpu_share import release
-from qerl_bench.process.out_of_memory import NO_MEMORY, shortage
-from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.train.memory_plan import FILE, Size
 from qerl_bench.train.recorded_passes import RecordedPasses
 from qerl_bench.train.reduced_sizes import shortages_of
 from qerl_bench.train.spec import Specs, TrainSpec
+from qerl_core.checks import TrainingStopped
+from qerl_core.process.device import random_state, set_random_state
+from qerl_core.process.gpu_share import release
+from qerl_core.process.out_of_memory import NO_MEMORY, shortage
+from qerl_core.rundir.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from qerl_bench.algo.base import Algorithm
-from qerl_bench.checks import require
 from qerl_bench.lora.base import Adapter
 from qerl_bench.quant.base import NOT_ROUNDED, WeightFormat
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.train.spec import RolloutSpec, TrainSpec
+from qerl_core.checks import require
 
 
 def check_merging(

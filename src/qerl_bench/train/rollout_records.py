@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from qerl_bench.records import PER_NAT, Group, Prompt
+from qerl_core.records import PER_NAT, Group, Prompt
 
 TokenColumns = dict[str, list[float]]  # one number per completion token, in nats
 

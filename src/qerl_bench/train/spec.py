@@ -13,7 +13,10 @@ from qerl_bench.algo.base import Algorithm
 from qerl_bench.algo.importance_sampling import ImportanceSampling
 from qerl_bench.algo.kl import KLPenalty
 from qerl_bench.aqn.spec import NoiseSpec
-from qerl_bench.checks import (
+from qerl_bench.lora.base import Adapter
+from qerl_bench.parallel import ParallelSpec
+from qerl_bench.quant.base import ACTIVATIONS
+from qerl_core.checks import (
     at_most,
     check_fields,
     count,
@@ -28,9 +31,6 @@ from qerl_bench.checks import (
     temperature,
     text,
 )
-from qerl_bench.lora.base import Adapter
-from qerl_bench.parallel import ParallelSpec
-from qerl_bench.quant.base import ACTIVATIONS
 
 MAX_UPDATES = 1_000  # on one batch
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from qerl_bench.algo.base import Algorithm
 from qerl_bench.algo.kl import KLPenalty
-from qerl_bench.checks import require
 from qerl_bench.lora.base import Adapter
 from qerl_bench.model.base import Model
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.train.spec import TrainSpec
+from qerl_core.checks import require
 
 
 def check_trained_weights(

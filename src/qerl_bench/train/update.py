@@ -23,15 +23,9 @@ from functools import partial
 
 import torch
 
-from qerl_bench import metrics
-from qerl_bench.checks import TrainingStopped
 from qerl_bench.model.lm_head import require_logprobs
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import ALONE, World
-from qerl_bench.process.device import bf16_matmuls, tf32_matmuls
-from qerl_bench.process.out_of_memory import memory_for
-from qerl_bench.rundir.run_dir import RunDir
-from qerl_bench.seeding import derive
 from qerl_bench.train.batch import Batch
 from qerl_bench.train.data_parallel import GradientSum, rank_rows, schedule
 from qerl_bench.train.memory_plan import Size, micro_batch_size
@@ -43,6 +37,12 @@ from qerl_bench.train.reduced_sizes import shortages_of
 from qerl_bench.train.retry_smaller import repeated_smaller
 from qerl_bench.train.rollout_records import TokenColumns
 from qerl_bench.train.spec import OptimSpec, Specs, TrainSpec
+from qerl_core import metrics
+from qerl_core.checks import TrainingStopped
+from qerl_core.process.device import bf16_matmuls, tf32_matmuls
+from qerl_core.process.out_of_memory import memory_for
+from qerl_core.rundir.run_dir import RunDir
+from qerl_core.seeding import derive
 
 log = logging.getLogger(__name__)
 BETA1 = 0.9  # of AdamW

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import yaml
 
-from qerl_bench.commands.exits import guarded
-from qerl_bench.process.arguments import KeyValueParser
-from qerl_bench.studies.design.readings import Probe, mixed_groups, pass_at
-from qerl_bench.studies.design.sessions import PROBES, read_probes
-from qerl_bench.studies.probes.numbers import MOST_CUT
-from qerl_bench.studies.tables.markdown import markdown_table
+from qerl_core.exits import guarded
+from qerl_core.process.arguments import KeyValueParser
+from qerl_studies.design.readings import Probe, mixed_groups, pass_at
+from qerl_studies.design.sessions import PROBES, read_probes
+from qerl_studies.probes.numbers import MOST_CUT
+from qerl_studies.tables.markdown import markdown_table
 
 FAMILIES, PROBED = (yaml.safe_load(Path(__file__).with_name(f"{x}.yaml").read_text()) for x in ("families", "probes"))
 SIZES, LIMITS, GROUP, ABOVE_A_GUESS = ("05b", "15b"), (128, 256, 384, 512), 8, 0.1

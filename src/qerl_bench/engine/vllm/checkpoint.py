@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from qerl_bench.checks import require
 from qerl_bench.engine.vllm.install import loads_packed
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.quant.experts import PackedExperts
@@ -22,6 +21,7 @@ from qerl_bench.quant.export import checkpoint_tensors, write_model
 from qerl_bench.quant.linear import FUSED_SIBLINGS, PackedLinear, resident_bytes
 from qerl_bench.quant.packed_config import config_entry
 from qerl_bench.quant.packed_share import persistent_buffers
+from qerl_core.checks import require
 
 TENSOR_SCALE = "weight_global_scale"
 

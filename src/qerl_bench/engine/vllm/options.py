@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qerl_bench.checks import at_most, check_fields, count, flag, one_of, optional, positive, require
+from qerl_core.checks import at_most, check_fields, count, flag, one_of, optional, positive, require
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM allows for max_lora_rank
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qerl_bench.checks import TrainingStopped, require
+from qerl_core.checks import TrainingStopped, require
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import require
 from qerl_bench.engine.base import RolloutEngine
 from qerl_bench.engine.vllm.install import loads_packed, require_device, require_supported
 from qerl_bench.engine.vllm.options import RANKS, VLLMOptions
+from qerl_core.checks import require
 
 if TYPE_CHECKING:
     from qerl_bench.model.policy import Policy

@@ -17,16 +17,16 @@ from lm_eval.defaults import DEFAULT_MAX_GEN_TOKS
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from qerl_bench.checks import require
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.model.context import longest_context
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.token_ids import require_rows
 from qerl_bench.parallel import ALONE, World
-from qerl_bench.process.out_of_memory import whole_or_halves
-from qerl_bench.records import RENDERED, Message, Prompt, Rollout
 from qerl_bench.task.chat_template import plain_ids
 from qerl_bench.train.batch import make_batch
+from qerl_core.checks import require
+from qerl_core.process.out_of_memory import whole_or_halves
+from qerl_core.records import RENDERED, Message, Prompt, Rollout
 
 BATCH_SIZE = 16  # sequences scored in one forward pass
 SAMPLING_OPTIONS = {"do_sample", "temperature", "top_k", "top_p"}  # without effect on greedy decoding

@@ -15,20 +15,20 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import check_fields, count, one_of, optional, require_package, text
 from qerl_bench.engine.adapter_check import check_completions
 from qerl_bench.eval.base import Evaluation
 from qerl_bench.eval.lm_eval.standard import FEWSHOT_SEED, benchmark_of, write_benchmark
 from qerl_bench.eval.task import accuracy_score, grade_rollouts, sample_key, scores_of
 from qerl_bench.parallel import ALONE, World
-from qerl_bench.records import Prompt, Rollout
-from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.task.base import Task
+from qerl_core.checks import check_fields, count, one_of, optional, require_package, text
+from qerl_core.records import Prompt, Rollout
+from qerl_core.rundir.durable import write_atomically
 
 if TYPE_CHECKING:
     from qerl_bench.engine.base import RolloutEngine
     from qerl_bench.model.policy import Policy
-    from qerl_bench.rundir.run_dir import RunDir
+    from qerl_core.rundir.run_dir import RunDir
 
 PROTOCOLS = ("held_out", "standard")
 DEFAULT_TOKENS = 256  # lm-eval's limit if a task sets none

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qerl_bench.checks import ConfigError
-from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.task.dataset import DatasetTask
 from qerl_bench.task.sources import QuestionRow
+from qerl_core.checks import ConfigError
+from qerl_core.rundir.durable import write_atomically
 
 FEWSHOT_SEED = 1234  # lm-eval's default
 

@@ -14,8 +14,8 @@ from datasets import Dataset
 from hydra.utils import instantiate
 from lm_eval.api.task import ConfigurableTask
 
-from qerl_bench.records import Prompt
 from qerl_bench.task.grader.latex import is_found_in
+from qerl_core.records import Prompt
 
 
 class LocalTask(ConfigurableTask):

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qerl_bench.checks import require
 from qerl_bench.model.gguf.header import Header
 from qerl_bench.model.gguf.rope import FREQUENCIES, KEYS, rope_parameters, shortest
+from qerl_core.checks import require
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 TOP = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}

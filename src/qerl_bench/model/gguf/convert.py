@@ -27,9 +27,9 @@ from qerl_bench.model.gguf.safetensors import lay_out, rounded, write_at
 from qerl_bench.model.gguf.tied import finer_of_one
 from qerl_bench.model.gguf.vocabulary import stop_tokens, write_tokenizer
 from qerl_bench.model.gguf.weights import Dither, bits_per_weight, check_kinds, chunks, dequantized, was_rounded
-from qerl_bench.process.progress import phase
-from qerl_bench.rundir.durable import atomically, make_folder
-from qerl_bench.rundir.locks import wait_for_lock
+from qerl_core.process.progress import phase
+from qerl_core.rundir.durable import atomically, make_folder
+from qerl_core.rundir.locks import wait_for_lock
 
 log = logging.getLogger(__name__)
 VERSION = 2  # of what is written here; another one is converted again

@@ -16,7 +16,7 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
-from qerl_bench.checks import ConfigError, require, require_package
+from qerl_core.checks import ConfigError, require, require_package
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT = 32  # of tensors, unless general.alignment says otherwise

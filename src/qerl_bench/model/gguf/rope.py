@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from qerl_bench.checks import require
 from qerl_bench.model.gguf.header import Header, Tensor
+from qerl_core.checks import require
 
 FREQUENCIES = "rope_freqs.weight"  # (head_dim / 2,) by which Llama 3 divides the frequencies
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

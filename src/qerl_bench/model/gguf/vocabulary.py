@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import require
 from qerl_bench.model.gguf.header import Header
+from qerl_core.checks import require
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qerl_bench.checks import require
 from qerl_bench.model.gguf.header import FLOATS, Header, Tensor
-from qerl_bench.seeding import derive
+from qerl_core.checks import require
+from qerl_core.seeding import derive
 
 CHUNK = 2**18  # weights that are dequantized at a time: what they pass through fits the cache of a core
 # Type of block -> bytes of its codes, [first, last), and of those with low bits, and what these are when all codes are

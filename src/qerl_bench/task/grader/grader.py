@@ -9,11 +9,11 @@ import re
 import unicodedata
 from dataclasses import dataclass
 
-from qerl_bench.checks import check_fields, number, one_of, positive, require_package
-from qerl_bench.records import Reward
 from qerl_bench.task.grader.extract import ANSWER_FORMATS, extract, well_formed
 from qerl_bench.task.grader.latex import compare
 from qerl_bench.task.grader.numbers import parse_number
+from qerl_core.checks import check_fields, number, one_of, positive, require_package
+from qerl_core.records import Reward
 
 EQUALITIES = ("numeric", "math", "words")
 

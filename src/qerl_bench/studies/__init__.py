@@ -1,1 +1,0 @@
-"""What is read from runs. Only `conduct` imports the trainer."""

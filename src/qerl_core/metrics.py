@@ -1,0 +1,494 @@
+"""Every metric that a run writes: name, unit and definition, and the functions that compute it.
+
+A mean is taken once over all tokens or completions of a step; it is never a mean of means over micro-batches or
+sequences. The definitions are stored with each run, and runs with different definitions are not compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qerl_core.records import Group, Rollout
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Metric:
+    unit: str
+    definition: str
+
+
+ROLLOUT = {  # of every step that samples, what training measures on its samples too
+    "reward/mean": Metric("reward", "mean total reward of the step's completions"),
+    "reward/std": Metric("reward", "standard deviation of the total reward over the step's completions (n - 1)"),
+    "reward/frac_zero_std": Metric("share", "groups whose completions all got the same reward: no learning signal"),
+    "accuracy": Metric("share", "completions with the correct answer"),
+    "entropy": Metric("nats/token", "of the policy that sampled, noise in, at rollout temperature; full vocabulary"),
+    "entropy/top20": Metric("nats/token", "mean entropy of the fifth of the step's tokens that have most of it"),
+    "entropy/rest": Metric("nats/token", "mean entropy of the other tokens"),
+    "completions/tokens": Metric("tokens", "completion tokens sampled"),
+    "completions/mean_length": Metric("tokens", "mean completion length, stop token included"),
+    "completions/truncated_frac": Metric("share", "completions cut at the token limit"),
+    "mismatch/kl": Metric(
+        "nats/token", "KL(sampler || trainer), k3 estimate: mean of exp(d) - d - 1, d = trainer - sampler"
+    ),
+    "mismatch/logp_abs_mean": Metric("nats", "mean |trainer - sampler| log-probability of the sampled tokens"),
+    "mismatch/logp_abs_max": Metric("nats", "largest |trainer - sampler| log-probability of the sampled tokens"),
+    "mismatch/ess": Metric("share", "(sum w)^2 / (n sum w^2) over tokens, w = exp(trainer - sampler); 1 = no mismatch"),
+    "mismatch/ess_sequence": Metric("share", "the same over completions, w = exp(their sum of trainer - sampler)"),
+    "clip_ratio/low_mean": Metric(
+        "share", "tokens with ratio < 1 - epsilon_low and negative advantage, over all updates"
+    ),
+    "clip_ratio/high_mean": Metric(
+        "share", "tokens with ratio > 1 + epsilon_high and positive advantage, over all updates"
+    ),
+    "completions/garbled_frac": Metric("share", "completions with broken tags, or tokens repeated over and over"),
+    "dynamic/refills": Metric("count", "rounds of sampling after the first (dynamic sampling)"),
+    "dynamic/groups_kept": Metric("count", "groups that are trained on"),
+    "aqn/sigma": Metric(
+        "norm scale", "noise standard deviation that the schedule asks for; a share of the weights on adapters"
+    ),
+    "aqn/sigma_realised": Metric(
+        "norm scale", "rms change of the scales, as stored (noise.relative: over |scale|); or of adapters, as aqn/sigma"
+    ),
+    "aqn/norms_perturbed": Metric("count", "norms, or adapters, in which at least one number changed"),
+    "aqn/scales_changed": Metric(
+        "share", "norm scales, or numbers of adapters, that changed: adding in BF16 rounds small noise away"
+    ),
+    "time/rollout_s": Metric("s", "sampling"),
+    "time/reward_s": Metric("s", "judging the completions"),
+    "time/sync_s": Metric("s", "bringing weights and noise to the sampler"),
+    "speed/rollout_tok_s": Metric("tokens/s", "completion tokens over time/rollout_s"),
+    "memory/rollout_gib": Metric("GiB", "peak during sampling: of the GPU's allocations, or of the process on a CPU"),
+}
+# With engine=vllm, which has its own copy of the weights. Each is the mean of |difference| between log-probabilities of
+# prompt tokens at temperature 1, with the noise in.
+WEIGHT_SYNC = {
+    "sync/adapter_effect": Metric("nats", "trainer with its adapter against trainer without"),
+    "sync/adapter_effect_engine": Metric("nats", "engine with the adapter against engine without"),
+    "sync/gap": Metric("nats", "engine against trainer, both with the adapter"),
+    "sync/gap_base": Metric("nats", "engine against trainer, both without the adapter"),
+    "sync/norms_changed": Metric(
+        "count", "norms whose scale in every worker of the engine differs from the checkpoint's"
+    ),
+}
+GPU_MEMORY = {  # on a GPU
+    "memory/rollout_reserved_gib": Metric("GiB", "peak during sampling of what PyTorch holds, in use or not"),
+    "memory/train_reserved_gib": Metric("GiB", "peak during training of what PyTorch holds, in use or not"),
+}
+VLLM_MEMORY = {  # with engine=vllm on a GPU
+    "memory/device_rollout_gib": Metric("GiB", "in use on the GPU by all processes at the end of sampling"),
+    "memory/device_train_gib": Metric("GiB", "in use on the GPU by all processes before training, the engine asleep"),
+}
+ENGINE_HF = {  # with engine=hf on a GPU, if it decodes from CUDA graphs
+    "rollout/rows_computed": Metric("count", "rows of all decoding steps, done and idle ones included"),
+    "rollout/preempted": Metric("count", "completions that started again because no page of the cache was left"),
+    "time/recording_s": Metric("s", "recording CUDA graphs, a part of time/rollout_s"),
+    "memory/cache_gib": Metric("GiB", "keys and values: pages that were reserved"),
+    "memory/cache_used_gib": Metric("GiB", "keys and values: the most pages that held some at a time"),
+}
+ACTIVATIONS = {  # with quant.activations or rollout.activations other than none
+    "activations/underflow": Metric(
+        "share", "inputs of packed layers, not zero themselves, that are rounded to zero, in the passes of training"
+    ),
+    "activations/underflow_rollout": Metric("share", "the same while sampling; of several GPUs the one with most"),
+}
+MERGED = {  # with rollout.merge
+    "merge/update_kept": Metric(
+        "share",
+        "<Q(W + D) - Q(W), D> / <D, D> over the adapted weights, D = s B A: what rounding leaves of the adapter",
+    ),
+}
+LAGGED = {  # with rollout.lag
+    "rollout/lag": Metric("steps", "by which the adapter that sampled is behind the trained one"),
+}
+NOISE_DOSE = {  # of the first step with noise: dose.py
+    "aqn/dose_kl": Metric(
+        "nats/token", "mismatch/noise_kl or, where training does not measure that, mismatch/kl of the completions below"
+    ),
+    "aqn/dose_entropy": Metric(
+        "ratio", "entropy of the step's first completions, about 64, over that of the same sampled without noise"
+    ),
+    "aqn/sigma_share": Metric(
+        "share",
+        "aqn/sigma over the median size of the norm scales that get noise; not on adapters, nor with sigmas by norm",
+    ),
+    "time/dose_s": Metric("s", "sampling without noise for aqn/dose_entropy"),
+}
+NOISE_CONTROLLER = {  # with aqn=entropy
+    "aqn/entropy_target": Metric("nats/token", "what the entropy of this step should have been"),
+    "aqn/entropy_smoothed": Metric("nats/token", "the measured entropy as the controller sees it"),
+    "aqn/sigma_next": Metric("norm scale", "the decision: standard deviation of the next step's noise"),
+    "aqn/saturated": Metric("-", "1 if more than sigma_max is wanted, -1 if less than sigma_min, else 0"),
+}
+TRAIN = {  # of every step, with algo=sft too
+    "train/micro_batches": Metric("count", "forward passes that training made of the batch, for one update"),
+    "train/taught_frac": Metric(
+        "share", "completion tokens trained on whose completion was in a backward pass: its loss can have a gradient"
+    ),
+    "loss": Metric("-", "the objective over the whole step, KL penalty included; mean over its updates"),
+    "grad_norm": Metric("-", "global gradient norm before clipping; mean over the step's updates"),
+    "updates_skipped": Metric("count", "updates of the step that were not applied because something was not finite"),
+    "lr": Metric("-", "learning rate of this step"),
+    "packed_share": Metric("share", "weights of the matrices in the blocks that are stored in the format of quant"),
+    "entropy_clean": Metric("nats/token", "as entropy on the same tokens, noise off, before the update"),
+    "entropy_t1": Metric("nats/token", "as entropy_clean at temperature 1"),
+    "time/train_s": Metric("s", "forward, backward and optimiser"),
+    "time/idle_s": Metric("s", "the rest of time/step_s: metrics, records, making the batch; a GPU has nothing to do"),
+    "time/step_s": Metric("s", "the whole step, logging and checkpoint excluded"),
+    "speed/train_tok_s": Metric("tokens/s", "prompt and completion tokens of all sequences over time/train_s"),
+    "memory/train_gib": Metric("GiB", "peak during training, measured as memory/rollout_gib"),
+    "memory/peak_gib": Metric("GiB", "peak of the step"),
+}
+# Three policies score the same sampled tokens: the engine (noise in), the trainer with the sampler's noise, and the
+# trainer as it trains. The first two differ by their kernels, the last two by the noise.
+# If that takes a pass of its own, it is made for a sample of the micro-batches (train.mismatch_share).
+MISMATCH_SPLIT = {  # only with importance_sampling.split_mismatch and one draw of noise to a step
+    "mismatch/kernel_kl": Metric("nats/token", "mismatch/kl of engine and trainer, same noise in both"),
+    "mismatch/kernel_logp_abs_max": Metric("nats", "mismatch/logp_abs_max of engine and trainer, same noise in both"),
+    "mismatch/kernel_ess": Metric("share", "mismatch/ess of engine and trainer, same noise in both"),
+    "mismatch/noise_kl": Metric("nats/token", "mismatch/kl of the trainer, with the sampler's noise and as it trains"),
+    "mismatch/noise_logp_abs_max": Metric(
+        "nats", "mismatch/logp_abs_max of the trainer, with the sampler's noise and as it trains"
+    ),
+    "mismatch/noise_ess": Metric("share", "mismatch/ess of the trainer, with the sampler's noise and as it trains"),
+    "mismatch/measured_frac": Metric("share", "completion tokens trained on that mismatch/kernel_* and noise_* are of"),
+}
+ROUTING = {  # with experts, if the trainer makes a pass with noise and one without; as for MISMATCH_SPLIT
+    "router/changed_frac": Metric(
+        "share",
+        "experts of a completion token that the noise replaces by others, in the layers whose router reads a norm",
+    ),
+}
+POSITIONS = tuple(4**power for power in range(8))  # the first token of each bin, counted from 1 in its completion
+BY_POSITION = {  # bins without tokens are left out
+    f"mismatch/kl_by_position_{first}": Metric("nats/token", f"mismatch/kl of the tokens of a completion from {which}")
+    for first, end in zip(POSITIONS, (*POSITIONS[1:], None), strict=True)
+    for which in [f"{first} on" if end is None else f"{first} to {end - 1}"]
+}
+IMPORTANCE_SAMPLING = {  # only with importance_sampling.mode other than none
+    "importance_sampling/weight_mean": Metric(
+        "-", "mean over tokens of the importance weight that multiplied the loss"
+    ),
+    "importance_sampling/weight_max": Metric("-", "largest importance weight before truncation or masking"),
+    "importance_sampling/changed_frac": Metric("share", "tokens whose importance weight was truncated or masked"),
+}
+KL = {  # only with kl.coef > 0
+    "kl": Metric(
+        "nats/token", "policy against the base without its adapter, by kl.estimator, unweighted, over all updates"
+    ),
+}
+KL_TO_BASE = {  # every kl.every steps
+    "kl_to_base": Metric(
+        "nats/token",
+        "KL(policy || base), policy and adapter without noise, k3 estimate on the sampled tokens of a share of "
+        "train.mismatch_share of the micro-batches",
+    ),
+}
+EVAL = {
+    "eval/accuracy_greedy": Metric("share", "held-out questions answered correctly by greedy decoding"),
+    "eval/accuracy_greedy_stderr": Metric("share", "its standard error over questions"),
+    "eval/accuracy_greedy_truncated": Metric("share", "greedy completions cut at the token limit"),
+    "eval/accuracy_greedy_format_failed": Metric("share", "greedy completions without an answer in task.answer_format"),
+    "eval/accuracy_sampled": Metric("share", "held-out questions answered correctly, mean over samples (pass@1)"),
+    "eval/accuracy_sampled_stderr": Metric("share", "its standard error over questions"),
+    "eval/accuracy_sampled_stderr_questions": Metric("share", "the part of it that more samples would not remove"),
+    "eval/accuracy_sampled_stderr_sampling": Metric("share", "the part of it that comes from sampling the answers"),
+    "eval/accuracy_sampled_truncated": Metric("share", "sampled completions cut at the token limit"),
+    "eval/accuracy_sampled_format_failed": Metric(
+        "share", "sampled completions without an answer in task.answer_format"
+    ),
+    "eval/majority": Metric("share", "questions whose most frequent answer of all samples is correct (maj@n)"),
+    "eval/majority_stderr": Metric("share", "its standard error over questions"),
+    "eval/pass_at_k": Metric("share", "questions that one of eval.k samples answers correctly, unbiased (pass@k)"),
+    "eval/pass_at_k_stderr": Metric("share", "its standard error over questions"),
+}
+VALIDATION = {  # at a few steps, on the first of the held-out questions: eval/validation.py
+    "validation/questions": Metric("questions", "held-out questions of this point"),
+    "validation/accuracy_greedy": Metric("share", "as eval/accuracy_greedy, of these questions"),
+    "validation/accuracy_greedy_stderr": Metric("share", "its standard error over questions"),
+    "validation/accuracy_sampled": Metric("share", "as eval/accuracy_sampled, of these questions, up to four samples"),
+    "validation/accuracy_sampled_stderr": Metric("share", "its standard error over questions"),
+}
+EVAL_GAIN = {  # at every evaluation after that of step 0, which is of the quantized base
+    "eval/gain_greedy": Metric("share", "eval/accuracy_greedy minus that of step 0, the same questions"),
+    "eval/gain_greedy_stderr": Metric("share", "standard error of the paired difference"),
+    "eval/gain_sampled": Metric("share", "eval/accuracy_sampled minus that of step 0, the same questions"),
+    "eval/gain_sampled_stderr": Metric("share", "standard error of the paired difference"),
+    "eval/gain_sampled_stderr_questions": Metric("share", "the part of it that more samples would not remove"),
+    "eval/gain_sampled_stderr_sampling": Metric("share", "the part of it that comes from sampling the answers"),
+}
+# Of tasks with an answer format whose gold answers are numbers: right if the last number of a finished completion is.
+LENIENT = {
+    "eval/lenient_greedy": Metric(
+        "share", "held-out questions whose finished greedy completion ends in the right number"
+    ),
+    "eval/lenient_greedy_stderr": Metric("share", "its standard error over questions"),
+    "eval/lenient_sampled": Metric("share", "the same of sampled completions, mean over samples"),
+    "eval/lenient_sampled_stderr": Metric("share", "its standard error over questions"),
+    "eval/lenient_sampled_stderr_questions": Metric("share", "the part of it that more samples would not remove"),
+    "eval/lenient_sampled_stderr_sampling": Metric("share", "the part of it that comes from sampling the answers"),
+    "validation/lenient_greedy": Metric("share", "as eval/lenient_greedy, of the questions of that point"),
+    "validation/lenient_greedy_stderr": Metric("share", "its standard error over questions"),
+    "validation/lenient_sampled": Metric("share", "as eval/lenient_sampled, of these questions, up to four samples"),
+    "validation/lenient_sampled_stderr": Metric("share", "its standard error over questions"),
+}
+LENIENT_GAIN = {
+    "eval/gain_lenient_greedy": Metric("share", "eval/lenient_greedy minus that of step 0, the same questions"),
+    "eval/gain_lenient_greedy_stderr": Metric("share", "standard error of the paired difference"),
+    "eval/gain_lenient_sampled": Metric("share", "eval/lenient_sampled minus that of step 0, the same questions"),
+    "eval/gain_lenient_sampled_stderr": Metric("share", "standard error of the paired difference"),
+    "eval/gain_lenient_sampled_stderr_questions": Metric("share", "the part of it that more samples would not remove"),
+    "eval/gain_lenient_sampled_stderr_sampling": Metric("share", "the part of it that comes from sampling the answers"),
+}
+# With eval=lm_eval eval.protocol=standard: lm-eval's filters for correct answers.
+_LM_EVAL_FILTERS = {
+    "strict_match": "gsm8k: number behind ####",
+    "flexible_extract": "gsm8k: last number in the text",
+    "math_verify": "minerva_math500: answer that math-verify finds in the text",
+}
+LM_EVAL = {
+    f"eval/{name}{suffix}": Metric("share", definition)
+    for mode, what in _LM_EVAL_FILTERS.items()
+    for name, suffix, definition in (
+        (f"lm_eval_{mode}", "", f"correct by lm-eval's {what}"),
+        (f"lm_eval_{mode}", "_stderr", "its standard error over questions"),
+        (f"lm_eval_{mode}", "_truncated", "completions cut at the token limit"),
+        (f"lm_eval_{mode}", "_format_failed", "completions in which lm-eval finds no answer"),
+        (f"gain_{mode}", "", f"eval/lm_eval_{mode} minus that of step 0, the same questions"),
+        (f"gain_{mode}", "_stderr", "standard error of the paired difference"),
+    )
+}
+TABLES = {  # what makes a run write them: the metrics
+    "Steps that sample": ROLLOUT,
+    "Steps that train": TRAIN,
+    "Sampler, trainer and noise apart (`importance_sampling.split_mismatch`, one draw of noise a step)": MISMATCH_SPLIT,
+    "Weights on the loss (`importance_sampling.mode` other than none)": IMPORTANCE_SAMPLING,
+    "Mismatch by position (bins that have tokens)": BY_POSITION,
+    "Penalty (`kl.coef` above 0)": KL,
+    "Distance to the base (every `kl.every` steps)": KL_TO_BASE,
+    "First step with noise": NOISE_DOSE,
+    "Closed loop (`aqn=entropy`)": NOISE_CONTROLLER,
+    "Experts (models that route tokens, a pass with noise and one without)": ROUTING,
+    "Evaluation before the first step and after the last": EVAL,
+    "Gain over the packed base (every evaluation after the first)": EVAL_GAIN,
+    "Held-out accuracy during training (`eval.every`)": VALIDATION,
+    "The last number of a completion (tasks with `task.answer_format` and numbers as answers)": LENIENT,
+    "Gain of that over the packed base (every evaluation after the first)": LENIENT_GAIN,
+    "`eval=lm_eval eval.protocol=standard`": LM_EVAL,
+    "Copy of the weights (`engine=vllm`)": WEIGHT_SYNC,
+    "Rounded inputs of packed layers (`quant.activations`, `rollout.activations`)": ACTIVATIONS,
+    "Base and adapter rounded together while sampling (`rollout.merge`)": MERGED,
+    "Sampling with an earlier adapter (`rollout.lag` above 0)": LAGGED,
+    "GPU": GPU_MEMORY,
+    "vLLM on a GPU": VLLM_MEMORY,
+    "CUDA graphs of `engine=hf` on a GPU": ENGINE_HF,
+}
+
+
+def definitions() -> dict[str, str]:
+    """Unit and definition of every metric, as stored in env.json."""
+    return {name: f"{metric.unit}: {metric.definition}" for table in TABLES.values() for name, metric in table.items()}
+
+
+LOOP_WINDOW = 8  # tokens
+TOP_SHARE = 0.2  # of a step's tokens: those of most entropy, where completions part
+
+
+class TokenTable:
+    """Columns of per-token numbers, collected from micro-batches where they are."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list[torch.Tensor]] = {}
+
+    def add(self, **values: torch.Tensor) -> None:
+        """Append a tensor (n,) to each column; it stays on its device."""
+        for name, value in values.items():
+            self.columns.setdefault(name, []).append(value.detach())
+
+    def extend(self, other: TokenTable) -> None:
+        """Append the columns of `other`."""
+        for name, parts in other.columns.items():
+            self.columns.setdefault(name, []).extend(parts)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        import torch
+
+        return torch.cat(self.columns[name]).double()
+
+    def names(self) -> list[str]:
+        return list(self.columns)
+
+
+def token_metrics(table: TokenTable, on_policy: bool) -> dict[str, float]:
+    """Metrics of the training pass from its per-token columns; those of the sampler only if `on_policy`.
+
+    `sequence_gap` has one entry per completion. MISMATCH_SPLIT needs the column `noisy_logprobs`, ROUTING
+    `router_changed`, with an entry per expert of a token, IMPORTANCE_SAMPLING `importance` and `importance_raw`,
+    BY_POSITION `position`, KL_TO_BASE `base_gap`, base minus policy. These metrics are left out without them.
+    `noisy_measured` is 1 for the tokens that `noisy_logprobs` has.
+    """
+    values = {"entropy_clean": table["entropy"].mean().item(), "entropy_t1": table["entropy_t1"].mean().item()}
+    if not on_policy:
+        return values
+    trainer, sampler, columns = table["logprobs"], table["sampler_logprobs"], table.names()
+    values |= mismatch_metrics(trainer, sampler) | {"mismatch/ess_sequence": ess(table["sequence_gap"])}
+    if "position" in columns:
+        values |= kl_by_position(trainer, sampler, table["position"])
+    if "base_gap" in columns:
+        values["kl_to_base"] = k3(table["base_gap"]).mean().item()
+    if "noisy_logprobs" in columns:
+        measured = table["noisy_measured"].bool()
+        noisy, trainer, sampler = table["noisy_logprobs"], trainer[measured], sampler[measured]
+        values["mismatch/measured_frac"] = measured.double().mean().item()
+        parts = {"kernel": (noisy, sampler), "noise": (trainer, noisy)}
+        for part, (later, earlier) in parts.items():
+            gap = mismatch_metrics(later, earlier)
+            values |= {f"mismatch/{part}_{name}": gap[f"mismatch/{name}"] for name in ("kl", "logp_abs_max", "ess")}
+    if "router_changed" in columns:
+        values["router/changed_frac"] = table["router_changed"].mean().item()
+    if "importance" in columns:
+        values |= importance_metrics(table["importance"], table["importance_raw"])
+    return values
+
+
+def importance_metrics(bounded: torch.Tensor, raw: torch.Tensor) -> dict[str, float]:
+    """Metrics of importance weights (n,), before (`raw`) and after truncation or masking (`bounded`)."""
+    return {
+        "importance_sampling/weight_mean": bounded.mean().item(),
+        "importance_sampling/weight_max": raw.max().item(),
+        "importance_sampling/changed_frac": (bounded != raw).double().mean().item(),
+    }
+
+
+def mismatch_metrics(trainer: torch.Tensor, sampler: torch.Tensor) -> dict[str, float]:
+    """How far the trainer's log-probabilities of the sampled tokens are from the sampler's, both (n,)."""
+    difference = trainer - sampler
+    return {
+        "mismatch/kl": k3(difference).mean().item(),
+        "mismatch/logp_abs_mean": difference.abs().mean().item(),
+        "mismatch/logp_abs_max": difference.abs().max().item(),
+        "mismatch/ess": ess(difference),
+    }
+
+
+def kl_by_position(trainer: torch.Tensor, sampler: torch.Tensor, position: torch.Tensor) -> dict[str, float]:
+    """mismatch/kl of the tokens in each bin of POSITIONS that has some, all (n,)."""
+    found, estimate = {}, k3(trainer - sampler)
+    for first, end in zip(POSITIONS, (*POSITIONS[1:], math.inf), strict=True):
+        inside = (position >= first) & (position < end)
+        if bool(inside.any()):
+            found[f"mismatch/kl_by_position_{first}"] = estimate[inside].mean().item()
+    return found
+
+
+def k3(difference: torch.Tensor) -> torch.Tensor:
+    """The k3 estimate of KL(p || q) at tokens that p sampled, from log q - log p."""
+    return difference.exp() - difference - 1
+
+
+def ess(log_weights: torch.Tensor) -> float:
+    """Kish's effective sample size of weights exp(`log_weights`) (n,) as a share of n: 1/n to 1, 1 for equal weights.
+
+    A common factor cancels, so the largest weight is taken as 1 and none can overflow.
+    """
+    weights = (log_weights - log_weights.max()).exp()
+    return (weights.sum().square() / (len(weights) * weights.square().sum())).item()
+
+
+def rollout_metrics(groups: list[Group]) -> dict[str, float]:
+    """Metrics of all completions of one step."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [reward for group in groups for reward in group.rewards]
+    totals = [reward.total for reward in rewards]
+    tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    parts = {f"reward/{part}": mean([reward.parts[part] for reward in rewards]) for part in rewards[0].parts}
+    return {
+        "reward/mean": mean(totals),
+        "reward/std": sample_std(totals),
+        **parts,
+        "reward/frac_zero_std": mean([float(not group.has_signal) for group in groups]),
+        "accuracy": mean([float(reward.correct) for reward in rewards]),
+        "entropy": mean_entropy(rollouts),
+        **entropy_by_part([entropy for rollout in rollouts for entropy in rollout.entropies]),
+        "completions/tokens": tokens,
+        "completions/mean_length": tokens / len(rollouts),
+        "completions/truncated_frac": mean([float(not rollout.finished) for rollout in rollouts]),
+        "completions/garbled_frac": mean([float(garbled(rollout)) for rollout in rollouts]),
+    }
+
+
+def mean_entropy(rollouts: Sequence[Rollout]) -> float:
+    """Nats per completion token, as their samplers measured it."""
+    return sum(sum(one.entropies) for one in rollouts) / sum(len(one.token_ids) for one in rollouts)
+
+
+def entropy_ratio(noisy: Sequence[Rollout], quiet: Sequence[Rollout]) -> float:
+    """Entropy of a policy with noise over that without, each on what it samples itself; NaN if the latter is 0."""
+    without = mean_entropy(quiet)
+    return mean_entropy(noisy) / without if without else math.nan
+
+
+def entropy_by_part(entropies: list[float]) -> dict[str, float]:
+    """Mean entropy of the tokens where the policy hesitates most, a fifth of them but at least one, and of the rest."""
+    import numpy as np
+
+    ordered = np.sort(entropies)[::-1].tolist()
+    top = max(1, round(TOP_SHARE * len(ordered)))
+    return {"entropy/top20": mean(ordered[:top]), "entropy/rest": mean(ordered[top:] or ordered)}
+
+
+def taught_frac(tokens: torch.Tensor, has_gradient: torch.Tensor) -> float:
+    """Share of the completion tokens whose completion has a gradient, from the tokens (B,) of each completion."""
+    return int(tokens[has_gradient].sum()) / int(tokens.sum())
+
+
+def sync_metrics(reports: list[dict[str, float]]) -> dict[str, float]:
+    """Combine the reports of several weight syncs in one step: the largest gap, the smallest of everything else."""
+    worst = {name: max if name.startswith("sync/gap") else min for name in WEIGHT_SYNC}
+    return {name: worst[name](report[name] for report in reports) for name in (reports[0] if reports else {})}
+
+
+def garbled(rollout: Rollout) -> bool:
+    """Whether a finished completion has broken tags, or any completion repeats itself.
+
+    A tag is broken if it is closed before it is opened, not closed, or written twice; no tags at all is bad format, not
+    garbling. A completion repeats itself if over half of its windows of LOOP_WINDOW tokens occurred before in it.
+    """
+    for tag in ("think", "answer"):
+        opened, closed = rollout.text.count(f"<{tag}>"), rollout.text.count(f"</{tag}>")
+        ordered = opened == 0 or rollout.text.index(f"<{tag}>") < (
+            rollout.text.find(f"</{tag}>") if closed else math.inf
+        )
+        if rollout.finished and (opened != closed or opened > 1 or not ordered):
+            return True
+    return repeats_itself(rollout.token_ids)
+
+
+def repeats_itself(ids: Sequence[int | str]) -> bool:
+    """Whether over half of the windows of LOOP_WINDOW tokens, or words, occurred before."""
+    windows = len(ids) - LOOP_WINDOW + 1
+    if windows < LOOP_WINDOW or 2 * len({*ids[:windows]}) >= windows:  # windows that begin differently differ
+        return False
+    return 2 * len({tuple(ids[i : i + LOOP_WINDOW]) for i in range(windows)}) < windows
+
+
+def ratio(counts: Sequence[tuple[int, int]]) -> float:
+    """Of pairs (part, whole): all parts over all wholes; 0 of nothing."""
+    part, whole = (sum(column) for column in zip(*counts, strict=True))
+    return part / whole if whole else 0.0
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def sample_std(values: list[float]) -> float:
+    """Standard deviation with Bessel's correction; 0 for a single value."""
+    center = mean(values)
+    return (sum((value - center) ** 2 for value in values) / max(1, len(values) - 1)) ** 0.5

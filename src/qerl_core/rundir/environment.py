@@ -1,0 +1,117 @@
+"""Where a run's numbers come from: code, packages, machine and command, as env.json keeps them."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import subprocess
+import sys
+from contextlib import suppress
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from qerl_core.metrics import definitions
+from qerl_core.options.user_options import folders, loaded_files
+from qerl_core.process.gpu_share import runs_on_gpu
+from qerl_core.process.installation import PACKAGE
+from qerl_core.rundir.checkout import git, uncommitted
+from qerl_core.rundir.checksums import digest
+
+PACKAGES = (
+    *("torch", "transformers", "peft", "bitsandbytes", "triton", "gguf"),
+    *("hydra-core", "lm-eval", "wandb", "numpy"),
+)
+ONLY_READ_RUNS = ("studies",)  # packages whose code cannot change the numbers of a run
+
+
+@cache
+def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
+    """Versions of the packages that affect the numbers; None for a package that is not installed. Read once: an
+    upgrade does not change what a process has loaded."""
+    installed: dict[str, str | None] = dict.fromkeys(packages)
+    for name in packages:
+        with suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    return installed
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Code, packages, machine and command of this process, and the definitions of its metrics.
+
+    Two runs come from the same code if their `code` is equal. `commit` does not tell: commits may differ in
+    documentation alone, and uncommitted changes, `dirty`, have none. Without git it is null.
+    """
+    import torch
+
+    changes = uncommitted()
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
+    return {
+        "commit": git("rev-parse", "HEAD"),
+        "dirty": None if changes is None else bool(changes),
+        "code": code_digest(),
+        "own_code": own_modules(),
+        "metrics": definitions(),
+        "python": platform.python_version(),
+        "packages": versions(),
+        "platform": platform.platform(),
+        "device": device,
+        "cpu": cpu_name(),
+        "gpu": gpu,
+        "runs_on_gpu": runs_on_gpu() if gpu else None,  # of equal shares of its memory
+        "driver": nvidia_driver() if gpu else None,
+        "kernel_tables": kernel_tables(gpu),
+        "threads": torch.get_num_threads(),
+        "argv": sys.argv,
+    }
+
+
+def kernel_tables(gpu: str | None) -> dict[str, str]:
+    """The measured tables that choose kernels on `gpu`, by path, each with its SHA-256; none on a CPU."""
+    from qerl_kernels.decode_configs import tables
+
+    return {str(path): digest(path) for path in tables(gpu)} if gpu else {}
+
+
+def code_digest() -> str:
+    """First 12 hex digits of the SHA-256 of this project's Python sources, except for ONLY_READ_RUNS."""
+    import qerl_kernels
+
+    state = hashlib.sha256()
+    for package in (PACKAGE, *map(Path, qerl_kernels.__path__)):
+        for file in sorted(package.rglob("*.py")):
+            if file.relative_to(package).parts[0] not in ONLY_READ_RUNS:
+                state.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
+    return state.hexdigest()[:12]
+
+
+def cpu_name(described: Path = Path("/proc/cpuinfo")) -> str | None:
+    """The model of the processor, which decides the order in which a CPU adds numbers; None if unknown."""
+    try:
+        lines = described.read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or None)
+
+
+def nvidia_driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0] or None
+    except FileNotFoundError:
+        return None
+
+
+def own_modules() -> dict[str, str]:
+    """Loaded modules of the folders in use, and files that options name: file, relative to its folder -> SHA-256."""
+    _, *in_use = folders()
+    loaded = [*sys.modules.values()] if in_use else []
+    files = {Path(file) for module in loaded if (file := getattr(module, "__file__", None))}
+    return {file.name: digest(file) for file in loaded_files()} | {
+        str(file.relative_to(folder)): digest(file)
+        for folder in in_use
+        for file in sorted(files)
+        if file.is_relative_to(folder)
+    }

@@ -1,0 +1,91 @@
+"""Reads files of a run directory as data: nothing in them is executed, looked up or filled in; a damaged file is named.
+
+A run directory may come from somebody else.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from qerl_core.checks import ConfigError, require
+from qerl_core.options.renamed_keys import require_current
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+REMEDY = "Put back a copy of it, leave the run out, or delete its folder to run it again"
+
+
+class _Loader(yaml.CSafeLoader):
+    """PyYAML's parser in C, which reads 1e-5 as a number as OmegaConf does."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.\d[\d_]*([eE][-+]?\d+)?)$"),
+    list("-+0123456789."),
+)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config of a run. Raises ConfigError for anything but plain values under keys of today."""
+    try:
+        text = _as_json(path.read_text())
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # ValueError: no UTF-8, or no such date
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path} is not a resolved config: {reason}. {REMEDY}") from error
+    config = json.loads(text)
+    require("${" not in text, f"{path} is not a resolved config: it refers to other keys with ${{...}}. {REMEDY}")
+    require(
+        isinstance(config, dict) and bool(config),
+        f"{path} must hold the run's config, but is empty or no mapping. {REMEDY}",
+    )
+    require_current(config, path.parent)
+    return {str(key): value for key, value in config.items()}
+
+
+@lru_cache(maxsize=1024)
+def _as_json(text: str) -> str:
+    """The YAML `text` as JSON, which has no dates, sets and what refers to itself.
+
+    A sweep reads each config when it checks its points and again for its table, and YAML takes some milliseconds.
+    """
+    return json.dumps(yaml.load(text, _Loader))
+
+
+def read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """The object in a JSON file, or in gzip of it. Raises ConfigError, with `remedy`, if it holds anything else."""
+    try:
+        content = json.loads(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
+    except (ValueError, RecursionError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path} is not JSON ({error}). {remedy}") from error
+    require(isinstance(content, dict), f"{path} must hold one JSON object. {remedy}")
+    return content
+
+
+def read_table(path: Path, columns: list[str] | None = None, optional: Sequence[str] = ()) -> pd.DataFrame:
+    """A parquet file, or `columns` of it, and those that are `optional` if it has them. Raises ConfigError for one that
+    is damaged or lacks a column."""
+    import pandas as pd
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        names = parquet.read_schema(path).names
+        missing = sorted({*(columns or ())} - {*names})
+        require(not missing, f"{path} has no column {', '.join(missing)}: leave the run out, or run it again")
+        wanted = columns and [*columns, *(name for name in optional if name in names)]
+        return pd.read_parquet(path, columns=wanted, use_threads=False, pre_buffer=False)
+    except (ConfigError, MemoryError):  # pa.ArrowMemoryError is both
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise ConfigError(f"{path} is damaged ({error}): leave the run out, or run it again") from error

@@ -1,0 +1,158 @@
+"""Whether a run can start, continue or be read in its folder: place, lock, config, and damage."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from qerl_core.checks import ConfigError, RunLocked, require
+from qerl_core.options.fingerprint import as_dict, flat, with_effect
+from qerl_core.process.arguments import unwritable
+from qerl_core.rundir.checkpoints import (
+    check_checkpoint,
+    checkpoints,
+    is_finished,
+    last_checkpoint,
+    read_manifest,
+    step_of,
+)
+from qerl_core.rundir.checksums import DONE, GROWING, SEALS, Seal, are_seals, broken, find_damage
+from qerl_core.rundir.locks import holder
+from qerl_core.rundir.read_files import read_config, read_object
+
+log = logging.getLogger(__name__)
+ELSEWHERE = "root=DIR or name=NAME; a name that is left out is derived from the config"
+MADE_AGAIN = (
+    "env.json",
+    "preflight.json",
+    "prompt.txt",
+    "engine.json",
+    "layers.parquet",
+)  # by each attempt; the old env.json becomes env_<n>.json
+
+
+class RunDamaged(ConfigError):
+    """A run can neither continue nor be taken as finished, because its files are not as it wrote them."""
+
+
+def check_run_dir(path: Path, cfg: DictConfig | dict[str, Any], elsewhere: str = ELSEWHERE) -> None:
+    """Raise ConfigError, with `elsewhere` as the remedy, if the run can neither start nor continue in `path`.
+
+    It is RunDamaged for an unfinished run that is damaged in anything that it continues from, and for a finished one
+    in what `quick` finds.
+    """
+    if not is_finished(path):
+        refuse_unwritable(path, elsewhere)
+    try:
+        refuse_damaged(path, elsewhere)
+    except ConfigError as error:
+        raise RunDamaged(str(error)) from error
+    if (path / "config.yaml").exists():
+        refuse_other_config(path, cfg, elsewhere)
+
+
+def refuse_damaged(path: Path, elsewhere: str = ELSEWHERE) -> None:
+    """Raise ConfigError for what is damaged of a finished run, or of what an unfinished one continues from."""
+    finished, checkpoint = is_finished(path), last_checkpoint(path)
+    if checkpoint is not None or finished:
+        check_records(path, f"Or choose another place: {elsewhere}", to_continue=True)
+    if checkpoint is not None:
+        check_checkpoint(checkpoint, quick=finished)
+
+
+def refuse_unwritable(path: Path, elsewhere: str = ELSEWHERE) -> None:
+    """Raise ConfigError if nothing can be written to the folder `path`, or where it would have to be made."""
+    reason = unwritable(path)
+    require(reason is None, f"cannot write the run to {path}: {reason}. Choose another place: {elsewhere}")
+
+
+def refuse_other_config(path: Path, cfg: DictConfig | dict[str, Any], elsewhere: str) -> None:
+    """Raise ConfigError if `path` holds a run of a config that gives other numbers."""
+    stored, wanted = (flat(with_effect(container)) for container in (read_config(path / "config.yaml"), as_dict(cfg)))
+    different = sorted(key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key))
+    shown = ", ".join(f"{key} is {stored.get(key)!r} there and {wanted.get(key)!r} here" for key in different[:4])
+    more = f", and {len(different) - 4} more" if len(different) > 4 else ""
+    require(
+        not different,
+        f"{path} holds a run of another config ({shown}{more}). Nothing was changed there. "
+        f"Choose another place: {elsewhere}",
+    )
+
+
+def refuse_locked(path: Path, elsewhere: str = ELSEWHERE) -> None:
+    """Raise RunLocked if another process is running in the folder of a run."""
+    if who := holder(path / ".lock"):
+        raise RunLocked(
+            f"another process is running in {path} ({who}); wait for it, or choose another place: {elsewhere}"
+        )
+
+
+def check_records(path: Path, otherwise: str, to_continue: bool = False) -> None:
+    """Raise ConfigError, with what can be saved, if a file of the run in `path` is not as the run wrote it.
+
+    Files above seals.QUICK_BYTES are compared by length only, unless an unfinished run is `to_continue`; then those
+    that are made again are left out. A run from before seals is taken as it is.
+    """
+    finished = is_finished(path)
+    skip = MADE_AGAIN if to_continue and not finished else ()
+    for _ in range(2):  # a running process may have replaced a file between its seal and its content
+        vouched = vouched_seals(path)
+        damage = find_damage(path, vouched, finished=finished, quick=finished or not to_continue, skip=skip)
+        if damage is None:
+            break
+    if damage is not None:
+        name, reason = damage
+        raise ConfigError(f"{path} is damaged: {reason}. {saved(path, name, finished)}. {otherwise}")
+    if not vouched and not (path / SEALS).exists() and (finished or last_checkpoint(path) is not None):
+        log.info("%s is a run from before seals, so damage to its files cannot be seen", path)
+
+
+def vouched_seals(path: Path) -> dict[str, Seal]:
+    """The seals of growing files that done.json or the last checkpoint keeps; empty without either."""
+    checkpoint = last_checkpoint(path)
+    if is_finished(path):
+        remedy = saved(path, DONE, True)
+        seals = read_object(path / DONE, remedy).get("seals", {})
+        require(are_seals(seals), f"{path / DONE} is damaged. {remedy}")
+        return seals
+    return {} if checkpoint is None else read_manifest(checkpoint)["run"]
+
+
+def saved(path: Path, name: str, finished: bool) -> str:
+    """What is left of a run in which the file `name` is damaged, and how to go on with it."""
+    if name == DONE:
+        return "Delete it, and the same command finishes the run again"
+    if name in GROWING:
+        later: list[str] = []
+        for checkpoint in sorted(checkpoints(path), key=step_of, reverse=True):
+            expected = read_manifest(checkpoint)["run"].get(name)
+            if expected and broken(path / name, expected, quick=False, grows=True) is None:
+                delete = [*([DONE] if finished else []), *(f"checkpoints/{folder}" for folder in later)]
+                return (
+                    f"It is whole up to step {step_of(checkpoint)}: delete {', '.join(delete)}, and the same command "
+                    "continues from there"
+                )
+            later.append(checkpoint.name)
+        return "No checkpoint vouches for what is left of it: delete the folder to run it again"
+    if name in MADE_AGAIN and finished:
+        return f"Delete {name} and {DONE}, and the same command writes both again"
+    return (
+        "The numbers in metrics.jsonl are whole. Put back a copy of the damaged file, or delete the folder to run it "
+        "again"
+    )
+
+
+def require_same_base(path: Path, base: str | None) -> None:
+    """Raise ConfigError if the weights of `base` are not those of env.json in `path`, as far as both are files."""
+    file = path / "env.json"
+    earlier = read_object(file, "Delete it, and the same command makes it again").get("base") if file.exists() else None
+    if not all(str(digest).startswith("sha256:") for digest in (earlier, base)):
+        return
+    require(
+        earlier == base,
+        f"{path}: its steps so far are on the base weights {earlier}, and those of the model are now {base}. Put the "
+        "weights back (model.id, or a warm start that was made again), or give this run another name",
+    )

@@ -1,0 +1,161 @@
+"""The state of each run below a folder, read from the run directories; Slurm is asked about queued jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Container, Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qerl_core.checks import ConfigError
+from qerl_core.process.failure import MARK
+from qerl_core.rundir.checkpoints import is_finished
+from qerl_core.rundir.checksums import DONE
+from qerl_core.rundir.locks import holder
+from qerl_core.rundir.run_checks import refuse_damaged
+from qerl_core.sweeps.listing import going_on
+from qerl_core.sweeps.pace import TAIL_BYTES, latest_step, pace_of, tail, total_steps
+
+GOES_ON = ("running", "queued", "waiting")
+STOPPED = ("SIG", "Ctrl-C")  # reasons of runs that somebody ended
+
+
+class Status(NamedTuple):
+    """What is known of a run. Steps are None where its config is damaged, seconds where nothing was measured."""
+
+    run: Path
+    state: str
+    step: int
+    steps: int | None
+    step_s: float | None  # seconds per step
+    note: str = ""
+
+    @property
+    def left(self) -> int:
+        """Steps that are still to make."""
+        return max(0, (self.steps or 0) - self.step)
+
+
+def statuses(folders: list[Path]) -> list[Status]:
+    """The status of each run below `folders`, and of those that a sweep which goes on there has yet to start."""
+    runs = {run for folder in folders for run in runs_below(folder)}
+    known = {run.absolute() for run in runs}
+    swept = {run: folder for folder in folders for run in going_on(folder)}
+    coming = [below(run, swept[run]) for run in sorted(swept.keys() - known) if not is_finished(run)]
+    queue = cache(own_jobs)  # Slurm is asked once, and only if a run seems to be queued
+    return [
+        *(status_of(run, run.absolute() in swept, queue) for run in sorted(runs)),
+        *(status_of(run, True, queue) for run in coming),
+    ]
+
+
+def below(run: Path, folder: Path) -> Path:
+    """An absolute path as seen from where `folder` is seen from."""
+    return folder / run.relative_to(folder.absolute()) if run.is_relative_to(folder.absolute()) else run
+
+
+def runs_below(folder: Path) -> Iterator[Path]:
+    """The runs in a folder. What lies in a run is none: Hydra's record of it, or another evaluation of it."""
+    for place, folders, files in os.walk(folder):
+        if "config.yaml" in files or "job.json" in files:
+            yield Path(place)
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in ("evals", "checkpoints")]
+
+
+def status_of(run: Path, swept: bool, queue: Callable[[], Container[str] | None]) -> Status:
+    """The status of a run; one that is `swept` belongs to a sweep that goes on, and will be started by it.
+
+    `queue` gives the jobs that Slurm has; None if it does not answer.
+    """
+    state, note = state_of(run)
+    if state == "queued" and is_gone(run / "job.json", queue):
+        state, note = "unfinished", f"job {job_in(run / 'job.json').get('job')} left the queue before it began"
+    if swept and state == "unfinished":
+        state = "waiting"
+    steps, records = None, tail(run)
+    if (run / "config.yaml").exists():
+        try:
+            steps = total_steps(run)
+        except ConfigError as error:
+            note = note if state == "damaged" else f"{note}  {error}"
+    return Status(run, state, latest_step(records), steps, pace_of(records), note)
+
+
+def state_of(run: Path) -> tuple[str, str]:
+    """The state of a run, and what there is to say about it."""
+    with suppress(FileNotFoundError):
+        damage = damage_of(run, (run / DONE).stat().st_mtime_ns)
+        return ("damaged", damage) if damage else ("done", "")
+    if who := holder(run / ".lock"):
+        return "running", f"in {who}"
+    log, job = run / "run.log", run / "job.json"
+    if job.exists() and (not log.exists() or log.stat().st_mtime < job.stat().st_mtime):
+        return "queued", f"as job {described(job_in(job))}"
+    reason = last_failure(log)
+    if reason is None or reason.startswith(STOPPED):
+        return "unfinished", "" if reason is None else f"stopped by {reason.rstrip(': ')}"
+    return "failed", reason
+
+
+@cache
+def damage_of(run: Path, finished_ns: int) -> str | None:
+    """What is wrong with a run that was finished at this time, as the run itself would say; None if it is whole.
+
+    That is looked up once, since files of a finished run are hashed for it.
+    """
+    try:
+        refuse_damaged(run)
+    except (ConfigError, OSError) as error:
+        return str(error)
+    return None
+
+
+def job_in(path: Path) -> dict[str, Any]:
+    """What a job.json says; nothing if it is damaged."""
+    try:
+        said = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def described(job: dict[str, Any]) -> str:
+    """A job, and when it was submitted; empty for a damaged one."""
+    try:
+        return f"{job['job']} since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(job['submitted']))}"
+    except (KeyError, TypeError):
+        return ""
+
+
+def is_gone(path: Path, queue: Callable[[], Container[str] | None]) -> bool:
+    """Whether Slurm no longer has the job of a job.json; not known, hence false, of the jobs of other users."""
+    job = job_in(path)
+    if job.get("scheduler") != "slurm" or path.stat().st_uid != os.getuid():
+        return False
+    jobs = queue()
+    return jobs is not None and str(job.get("job")) not in jobs
+
+
+def own_jobs() -> Container[str] | None:
+    """This user's jobs in Slurm's queue; None where there is no Slurm, or none that answers."""
+    from qerl_core.sweeps.slurm_queue import NoAnswer, read_queue  # which takes half a second to import
+
+    try:
+        return read_queue()
+    except (FileNotFoundError, NoAnswer):
+        return None
+
+
+def last_failure(log: Path) -> str | None:
+    """Why the last attempt ended early, from run.log; None if that is not said, or a later attempt began."""
+    if not log.exists():
+        return None
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        said = file.read().decode(errors="replace").splitlines()
+    dated = [line for line in said if line[:8].count(":") == 2]  # others belong to a traceback
+    return dated[-1].partition(MARK)[2].strip() if dated and MARK in dated[-1] else None

@@ -1,0 +1,107 @@
+"""What claims measure, by the names that their files use, and how a file measures any other training metric."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pandas as pd
+
+from qerl_core.checks import require
+from qerl_studies.runs.load import Run
+from qerl_studies.runs.measure import (
+    ACCURACY,
+    Measure,
+    RunMetric,
+    area,
+    difference,
+    first_step,
+    held_out,
+    last_fifth_mean,
+    mean_between,
+    mean_gain,
+    median_after_warmup,
+    peak,
+    steps_saved,
+)
+
+# What a file says of a training metric: over which steps it is taken.
+OVER: dict[str, Callable[[str], RunMetric]] = {
+    "first step": first_step,
+    "second tenth": lambda metric: mean_between(metric, 0.1, 0.2),
+    "last fifth": last_fifth_mean,
+    "all": area,
+    "gain": mean_gain,
+    "median": median_after_warmup,
+    "peak": peak,
+}
+
+
+def growth_of_mismatch(run: Run) -> float:
+    """The gap between sampler and trainer over the last fifth of the steps, divided by that over the second tenth."""
+    return last_fifth_mean("mismatch/kl")(run) / OVER["second tenth"]("mismatch/kl")(run)
+
+
+def answered_once(run: Run) -> pd.Series:
+    """By held-out question, 1 if any sample answers it: pass@k with k the number of samples."""
+    shares = held_out("sampled")(run)
+    require(
+        isinstance(shares, pd.Series),
+        f"{run.name} kept no answers, without which there is no pass@k: leave it out, or run it again",
+    )
+    assert isinstance(shares, pd.Series)
+    return (shares > 0).astype(float)
+
+
+# Margins of these and of ACCURACY are for figures, which are about no single claim; a claim has its own.
+INITIAL_ENTROPY = Measure(
+    "entropy of the sampler at the first step", first_step("entropy"), ratio=True, margin=math.log(1.02)
+)
+NOISY_ENTROPY = Measure(
+    "entropy of the sampler over the second tenth of the steps", OVER["second tenth"]("entropy"), ratio=True
+)
+REWARD = Measure("mean reward over the run (area under its curve)", area("reward/mean"), unit="reward", margin=0.02)
+LATE_REWARD = Measure(
+    "mean reward over the last fifth of the steps", last_fifth_mean("reward/mean"), unit="reward", margin=0.02
+)
+MEASURES = {
+    "initial_entropy": INITIAL_ENTROPY,
+    "early_entropy": NOISY_ENTROPY,
+    "certain_entropy": Measure(
+        "entropy of the four fifths of tokens with least of it at the first step",
+        first_step("entropy/rest"),
+        ratio=True,
+        needs="entropy/rest",
+    ),
+    "uncertain_entropy": Measure(
+        "entropy of the fifth of tokens with most of it at the first step",
+        first_step("entropy/top20"),
+        ratio=True,
+        needs="entropy/top20",
+    ),
+    "reward": REWARD,
+    "early_reward": Measure(
+        "mean reward over the second tenth of the steps", OVER["second tenth"]("reward/mean"), unit="reward"
+    ),
+    "late_reward": LATE_REWARD,
+    "accuracy": ACCURACY,
+    "pass_at_k": Measure("held-out pass@k, k all samples", answered_once, unit="points", scale=100.0),
+    "late_mismatch": Measure(
+        "KL between sampler and trainer over the last fifth of the steps", last_fifth_mean("mismatch/kl"), ratio=True
+    ),
+    "mismatch_growth": Measure(
+        "KL between sampler and trainer, last fifth of the steps over their second tenth",
+        growth_of_mismatch,
+        ratio=True,
+    ),
+    "rollout_speed": Measure(
+        "completion tokens per second", median_after_warmup("speed/rollout_tok_s"), ratio=True, gpu=True
+    ),
+    "step_time": Measure("seconds per step", median_after_warmup("time/step_s"), ratio=True, gpu=True),
+    "peak_memory": Measure("peak memory", peak("memory/peak_gib"), ratio=True, gpu=True, exact=True),
+}
+# Numbers of a pair of runs, treated and control, that are shown without a verdict.
+OF_PAIRS: dict[str, tuple[str, Callable[[Run, Run], float]]] = {
+    "gain_above_start": ("difference of the mean reward above the run's start", difference(mean_gain("reward/mean"))),
+    "steps_saved": ("steps saved to 90 % of BF16's gain", steps_saved),
+}

@@ -1,0 +1,1 @@
+"""The subcommands that read runs: a file for each, with its name."""

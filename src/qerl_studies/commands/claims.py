@@ -1,0 +1,65 @@
+"""Report what finished runs say about each claim of the QeRL paper, of later papers, or of one's own.
+
+    qerl-bench claims runs/ out=figures/
+    qerl-bench claims runs/ out=figures/ papers=literature
+    qerl-bench claims runs/ out=figures/ --config-dir mine     # mine/claim/NAME.yaml too
+
+Writes claims.md, and claims.svg, all claims in one picture; for another family of claims, papers=FAMILY, FAMILY.md, a
+table, and FAMILY.svg. With --format, the table of verdicts for a paper too. `qerl-bench report` makes a page of the
+paper's claims with filters.
+"""
+
+from __future__ import annotations
+
+from qerl_core.checks import require
+from qerl_studies.claims.evaluate import evaluate_claims
+from qerl_studies.claims.registry import QERL, families, shown_claims, with_own_folders
+from qerl_studies.design.looks import shown_runs
+from qerl_studies.figures.forest import all_claims, svg
+from qerl_studies.report.claims_page import markdown, page_table, summary_text, verdict_table
+from qerl_studies.runs.comparable import load_runs
+from qerl_studies.runs.load import Run
+from qerl_studies.runs.script import parser_for
+from qerl_studies.runs.settings import by_scope
+from qerl_studies.tables.paper import add_format, write_table
+
+
+def main(arguments: list[str] | None = None) -> None:
+    words = with_own_folders(arguments)
+    parser = parser_for(__doc__)
+    only = "only runs with this value of a config key, if several settings fit a primary contrast: lora.alpha=32"
+    parser.add_argument("--where", nargs="+", metavar="KEY=VALUE", default=[], help=only)
+    parser.add_argument("--papers", choices=[*families()], default=QERL, help="whose claims (default: qerl)")
+    add_format(parser, default=None)
+    options = parser.parse_args(words)
+
+    runs = with_values(load_runs(shown_runs(options.runs, options.without), options.mixed_code), options.where)
+    claims = shown_claims() if options.papers == QERL else families()[options.papers]
+    results = {scope: evaluate_claims(claims, group) for scope, group in by_scope(runs).items()}
+    if options.papers == QERL:
+        whose, picture, files = "QeRL", "claims", {"claims.md": markdown(results, runs)}
+    else:
+        tables = [f"## {scope}\n\n{page_table(of_scope)}" for scope, of_scope in results.items()]
+        whose = "later papers" if options.papers == "literature" else options.papers
+        picture, files = options.papers, {f"{options.papers}.md": "\n".join(tables)}
+    for number, (scope, claim_results) in enumerate(results.items(), start=1):
+        files[f"{picture}{'' if len(results) == 1 else f'_{number}'}.svg"] = svg(all_claims(claim_results, scope))
+        print(scope, summary_text(claim_results), sep="\n\n", end="\n\n")
+        if options.format:
+            name = f"verdicts{'' if len(results) == 1 else f'_{number}'}"
+            print(write_table(verdict_table(name, scope, claim_results, whose), options.format, options.out))
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (options.out / name).write_text(text)
+        print(options.out / name)
+
+
+def with_values(runs: list[Run], conditions: list[str]) -> list[Run]:
+    """The runs with all these config values. Raises ConfigError for a malformed condition, or if no run is left."""
+    for condition in conditions:
+        key, equals, value = condition.partition("=")
+        require(bool(equals), f"--where takes KEY=VALUE, such as lora.alpha=32, got {condition!r}")
+        values = [str(run.config_items.get(key)) for run in runs]
+        require(value in values, f"no run has {condition}; the values of {key} are: {', '.join(sorted({*values}))}")
+        runs = [run for run, has in zip(runs, values, strict=True) if has == value]
+    return runs

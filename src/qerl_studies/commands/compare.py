@@ -1,0 +1,194 @@
+"""Tell in which options and in which numbers two runs differ, or two arms of several seeds.
+
+    qerl-bench compare runs/FIRST runs/SECOND
+    qerl-bench compare 'runs/*-nvfp4-none-*' 'runs/*-bf16-none-*'     # two arms: quote the patterns
+
+First the numbers that one looks at first, even if both arms have the same, then these by step, then all others that
+differ. Numbers of training are means over the last fifth of the steps, those of evaluations the last ones. Differences
+are taken between runs of one base model and seed; their 95 % interval is Student's t over bases, or over the seeds of
+one base. Of a single pair only held-out accuracies have an interval, over questions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from glob import glob
+from pathlib import Path
+
+import numpy as np
+
+from qerl_core.checks import require
+from qerl_core.metrics import definitions
+from qerl_core.options.fingerprint import flat, scientific
+from qerl_core.process.arguments import KeyValueParser
+from qerl_core.statistics import Estimate
+from qerl_studies.design.looks import shown_runs
+from qerl_studies.figures.headline import HEADLINES, Headline, by_step, mean_of, paired, value_of
+from qerl_studies.runs.committed import find_study
+from qerl_studies.runs.comparable import check_comparable
+from qerl_studies.runs.load import Cell, Run, load_run
+
+Arm = dict[Cell, Run]
+KINDS = ("train", "eval")  # of records that have numbers to compare
+CURVES = [one for one in HEADLINES if one.kind == "train"]
+SHOWN_STEPS = 6
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = KeyValueParser(__doc__)
+    for name in ("first", "second"):
+        parser.add_argument(name, help="a run, a folder of runs, or a quoted pattern of runs")
+    parser.add_argument("--mixed-code", action="store_true", help="accept runs of different versions of the code")
+    options, more = parser.parse_known_args(arguments)
+    require(
+        not more,
+        f"{2 + len(more)} words ({', '.join(more[:2])}, ...): compare takes two runs or two patterns. Quote a "
+        "pattern, so that the shell does not expand it: 'runs/*-nvfp4-*' 'runs/*-bf16-*'",
+    )
+    patterns = (options.first, options.second)
+    runs = [[load_run(path) for path in paths(pattern)] for pattern in patterns]
+    together = {run.path: run for arm in runs for run in arm}
+    check_comparable([*together.values()], options.mixed_code)
+    print(comparison(patterns, *(arm_of(pattern, arm) for pattern, arm in zip(patterns, runs, strict=True))))
+
+
+def paths(pattern: str) -> list[Path]:
+    """The runs at or below what `pattern` matches. Raises ConfigError if there are none."""
+    matched = [Path(pattern)] if _holds_runs(Path(pattern)) else [*map(Path, sorted(glob(pattern)))]
+    found = [path for match in matched if _holds_runs(match) for path in shown_runs([match])]
+    require(bool(found), f"no run matches {pattern}: give a run, a folder of runs, or a quoted pattern: 'runs/*-s0-*'")
+    return list(dict.fromkeys(found))
+
+
+def _holds_runs(place: Path) -> bool:
+    return place.is_dir() or find_study(place) is not None
+
+
+def arm_of(pattern: str, runs: Sequence[Run]) -> Arm:
+    """The runs by base and seed. Raises ConfigError if two have the same."""
+    arm: Arm = {}
+    for run in runs:
+        other = arm.setdefault(run.cell, run)
+        require(
+            other is run,
+            f"{pattern} matches two runs of one base model and seed, {other.name} and {run.name}, which belong to two "
+            "arms: make the pattern narrower",
+        )
+    return arm
+
+
+def comparison(names: tuple[str, str], first: Arm, second: Arm) -> str:
+    """The tables, and what has to be known about them."""
+    options = option_rows(first, second)
+    parts = [f"first   {names[0]}  ({_count(first)})", f"second  {names[1]}  ({_count(second)})", ""]
+    parts += [_table(("option", "first", "second"), options)] if options else ["no option differs"]
+    header = ("number", "first", "second", "first - second", "95 % interval")
+    chosen, others = number_rows(first, second)
+    parts += ["", _table(header, chosen)] if chosen else []
+    parts += [f"\n{table}" for one in CURVES if (table := step_table(one, first, second))]
+    parts += ["", _table(header, others)] if others else []
+    if not others and all(row[1] == row[2] for row in chosen):
+        parts += ["", "no number differs"]
+    return "\n".join([*parts, *notes(first, second)])
+
+
+def option_rows(first: Arm, second: Arm) -> list[tuple[str, ...]]:
+    """Config keys that decide numbers, base, seed and machine, with their values where the arms differ.
+
+    Keys that only one of two options has come with the option, and are left out.
+    """
+    columns = [_options(arm) for arm in (first, second)]
+    keys = dict.fromkeys(key for column in columns for key in column)
+    rows = [(key, *(", ".join(column.get(key, ("-",))) for column in columns)) for key in keys]
+    differ = [row for row in rows if row[1] != row[2] and not row[0].endswith("_target_")]
+    axes = {row[0].removesuffix("name") for row in differ if row[0].endswith(".name")}
+    return [row for row in differ if "-" not in row[1:] or not row[0].startswith((*axes,))]
+
+
+def _options(arm: Arm) -> dict[str, tuple[str, ...]]:
+    values: dict[str, dict[str, None]] = {}
+    for run in arm.values():
+        items = flat(scientific(run.config)) | {"seed": run.option("seed"), "base": run.base}
+        for key, value in (items | {"code": run.code, "machine": run.block}).items():
+            values.setdefault(key, {})[f"{value:g}" if isinstance(value, float) else str(value)] = None
+    return {key: tuple(sorted(texts)) for key, texts in values.items()}
+
+
+def number_rows(first: Arm, second: Arm) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    """The rows of HEADLINES, and those of other numbers that differ, in the order of metrics.py.
+
+    What only one arm has stands there with a dash.
+    """
+    written = {(kind, str(name)) for arm in (first, second) for run in arm.values() for kind, name in _written(run)}
+    order = {name: place for place, name in enumerate(definitions())}
+    common = sorted(first.keys() & second.keys())
+    leading = [(one.kind, one.metric) for one in HEADLINES if (one.kind, one.metric) in written]
+    rest = sorted(written - {*leading}, key=lambda pair: (pair[0] != "eval", order.get(pair[1], len(order)), pair))
+    chosen, others = [], []
+    for kind, name in (*leading, *rest):
+        means = [mean_of(arm, lambda run, kind=kind, name=name: value_of(run, kind, name)) for arm in (first, second)]
+        difference = paired(first, second, common, kind, name)
+        shown = [f"{mean:.4g}" if math.isfinite(mean) else "-" for mean in means]
+        row = (name, *shown, *_difference(difference))
+        if (kind, name) in leading:
+            chosen.append(row)
+        elif means[0] != means[1] or (difference is not None and difference.value != 0):
+            others.append(row)
+    return chosen, others
+
+
+def step_table(headline: Headline, first: Arm, second: Arm) -> str:
+    """The means of both arms at some steps that both have; empty without one."""
+    curves = [dict(by_step([*arm.values()], headline.kind, headline.metric)) for arm in (first, second)]
+    common = sorted(curves[0].keys() & curves[1].keys())
+    if not common:
+        return ""
+    places = sorted({*np.linspace(0, len(common) - 1, SHOWN_STEPS).round().astype(int).tolist()})
+    steps = [common[place] for place in places]
+    rows = [
+        (name, *(f"{curve[step].value:.4g}" for step in steps))
+        for name, curve in zip(("first", "second"), curves, strict=True)
+    ]
+    return _table((f"{headline.metric} at step", *(f"{step:g}" for step in steps)), rows)
+
+
+def _written(run: Run) -> set[tuple[str, str]]:
+    pairs = run.metrics[["kind", "metric"]].drop_duplicates().astype(str).itertuples(index=False)
+    return {(kind, name) for kind, name in pairs if kind in KINDS and name != "time" and "_stderr" not in name}
+
+
+def _difference(difference: Estimate | None) -> tuple[str, str]:
+    if difference is None:
+        return "-", "-"
+    interval = f"[{difference.low:+.4g}, {difference.high:+.4g}]" if difference.stderr > 0 else "-"
+    return f"{difference.value:+.4g}", interval
+
+
+def notes(first: Arm, second: Arm) -> list[str]:
+    """What keeps the two arms from being compared run by run."""
+    common, alone = first.keys() & second.keys(), first.keys() ^ second.keys()
+    said = [""]
+    if not common:
+        said.append("The arms have no base model and seed in common, so there are no differences of pairs.")
+    elif alone:
+        pairs = "1 pair" if len(common) == 1 else f"{len(common)} pairs"
+        said.append(f"Differences are of {pairs}. Without a counterpart, and in the means only: {len(alone)}.")
+    elif len(common) == 1:
+        said.append("One pair: other seeds may differ otherwise. Intervals are over questions alone.")
+    if any(first[cell].block != second[cell].block for cell in common):
+        said.append("Some pairs ran on different machines or library versions, which may add to their difference.")
+    unfinished = sorted(run.name for run in (*first.values(), *second.values()) if not run.finished)
+    if unfinished:
+        said.append(f"Not finished: {', '.join(unfinished)}.")
+    return said if len(said) > 1 else []
+
+
+def _count(arm: Arm) -> str:
+    return "1 run" if len(arm) == 1 else f"{len(arm)} runs"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[place]) for row in (header, *rows)) for place in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)]
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,171 @@
+"""What the probes of a study say of weight formats: numbers of each unit, paired with its first format.
+
+Intervals are Student's t over the units that were measured in a format; of a single one, accuracies have intervals over
+questions and other numbers none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from qerl_core.statistics import Estimate, mean_ci, paired_difference
+from qerl_studies.probes.numbers import accuracy, pass_at
+from qerl_studies.probes.simex import DEGREES, extrapolated
+
+Record = Mapping[str, Any]  # the probe of a unit
+Number = Callable[[Record, str], float]  # of a unit and one of its weight formats
+
+
+def detailed(probes: Sequence[Record]) -> list[Record]:
+    """The probes with details, which say more than gates need."""
+    return [one for one in probes if one["formats"] and all("temperatures" in it for it in one["formats"].values())]
+
+
+def formats_of(probes: Sequence[Record]) -> list[str]:
+    """The weight formats that any has, the first being what others are compared with: all have it."""
+    return list(dict.fromkeys(quant for one in probes for quant in one["formats"]))
+
+
+def measured_in(quant: str, units: Sequence[Record]) -> list[Record]:
+    """Those of the units that have this format; a probe that was stopped lacks the last ones."""
+    return [one for one in units if quant in one["formats"]]
+
+
+def word_of(record: Record, key: str) -> str | None:
+    """What the words of a unit set `key` to."""
+    values = [word.partition("=")[2] for word in record["unit"] if word.partition("=")[0] == key]
+    return values[0] if values else None
+
+
+def groups(probes: Sequence[Record]) -> dict[str, list[Record]]:
+    """The units that are averaged, by what they have in common: a model, or the size of the dither of its copies."""
+    found: dict[str, list[Record]] = {}
+    for one in probes:
+        model = word_of(one, "model.id") or word_of(one, "model")
+        scale = word_of(one, "model.dither_scale")
+        name = model or (f"copies, dither of {scale} cell variances" if scale else "")
+        found.setdefault(name, []).append(one)
+    return found
+
+
+def asked(record: Record, quant: str, temperature: str) -> Mapping[str, Any]:
+    return record["formats"][quant]["temperatures"][temperature]
+
+
+def mean_accuracy(units: Sequence[Record], quant: str, temperature: str, column: str = "correct") -> Estimate:
+    """Accuracy, strict or `lenient`; NaN without the latter."""
+    found = [asked(one, quant, temperature) for one in measured_in(quant, units)]
+    if any(one[column] is None for one in found):
+        return Estimate(math.nan, math.nan, len(found))
+    each = [accuracy(one, column) for one in found]
+    return each[0] if len(each) == 1 else mean_ci([one.value for one in each])
+
+
+def accuracy_gap(units: Sequence[Record], quant: str, temperature: str, column: str = "correct") -> Estimate:
+    """Accuracy in a format minus that of the same unit in the first."""
+    first = formats_of(units)[0]
+    pairs = [(asked(one, first, temperature), asked(one, quant, temperature)) for one in measured_in(quant, units)]
+    if any(one[column] is None for pair in pairs for one in pair):
+        return Estimate(math.nan, math.nan, len(pairs))
+    if len(pairs) == 1:
+        rows = [[[right / one["samples"]] for right in one[column]] for one in pairs[0]]
+        return paired_difference(*rows)
+    return mean_ci([accuracy(after, column).value - accuracy(before, column).value for before, after in pairs])
+
+
+def mean_of(units: Sequence[Record], quant: str, number: Number) -> Estimate:
+    return mean_ci([number(one, quant) for one in measured_in(quant, units)])
+
+
+def log_ratio(units: Sequence[Record], quant: str, number: Number) -> Estimate:
+    """The logarithm of a positive number in a format over that of the same unit in the first."""
+    first = formats_of(units)[0]
+    return mean_ci([math.log(number(one, quant) / number(one, first)) for one in measured_in(quant, units)])
+
+
+def entropy_at(temperature: str) -> Number:
+    return lambda record, quant: asked(record, quant, temperature)["entropy"]
+
+
+def entropy_of_part(part: int) -> Number:
+    """Of the answers at temperature 1; NaN if no completion has tokens there."""
+    return lambda record, quant: asked(record, quant, "1")["entropy_by_part"][part] or math.nan
+
+
+def share_at(temperature: str, key: str) -> Number:
+    """The mean that answers have under `key`: tokens, found or finished."""
+    return lambda record, quant: asked(record, quant, temperature)[key]
+
+
+def pass_k(temperature: str, k: int) -> Number:
+    return lambda record, quant: pass_at(asked(record, quant, temperature), k).value
+
+
+def kl(way: str) -> Number:
+    return lambda record, quant: record["formats"][quant]["kl"][way]
+
+
+def dose(at: int, key: str) -> Number:
+    """What noise number `at` of the curve does: its KL, the ratio of entropy, or the difference of accuracy."""
+
+    def of(record: Record, quant: str) -> float:
+        quiet, noisy = (record["formats"][quant]["curve"][one][key] for one in (0, at))
+        if key == "kl":
+            return noisy
+        return noisy / quiet if key == "entropy" else noisy - quiet
+
+    return of
+
+
+def log_dose(units: Sequence[Record], quant: str, at: int) -> Estimate:
+    """The logarithm of entropy with noise number `at` over that without, of the same units and format."""
+    return mean_ci([math.log(dose(at, "entropy")(one, quant)) for one in measured_in(quant, units)])
+
+
+def by_scale(probes: Sequence[Record]) -> dict[float, dict[str, Record]]:
+    """Copies by size of dither, then by seed of the copy: those that all sizes have, in all formats. Empty with one
+    size.
+    """
+    found: dict[float, dict[str, Record]] = {}
+    formats = {*formats_of(probes)}
+    for one in (probe for probe in probes if formats <= probe["formats"].keys()):
+        scale, copy = word_of(one, "model.dither_scale"), word_of(one, "model.dither")
+        if scale is not None and copy is not None:
+            found.setdefault(float(scale), {})[copy] = one
+    if len(found) < 2:
+        return {}
+    shared = set.intersection(*({*copies} for copies in found.values()))
+    ordered = [copy for copy in next(iter(found.values())) if copy in shared]
+    return {scale: {copy: found[scale][copy] for copy in ordered} for scale in sorted(found)} if shared else {}
+
+
+def without_error(
+    scaled: Mapping[float, Mapping[str, Record]], number: Callable[[Record], float]
+) -> dict[str, Estimate]:
+    """A number of copies extrapolated to no rounding error of the file, by each polynomial there are scales for."""
+    values = np.array([[number(one) for one in copies.values()] for copies in scaled.values()]).T  # (copies, scales)
+    return {
+        name: mean_ci(extrapolated([*scaled], values, degree))
+        for name, degree in DEGREES.items()
+        if len(scaled) > degree
+    }
+
+
+def ratio_of(quant: str, first: str, number: Number) -> Callable[[Record], float]:
+    """The logarithm of the ratio of a unit's number in a format to that in the first."""
+    return lambda record: math.log(number(record, quant) / number(record, first))
+
+
+def right_at(quant: str, temperature: str, column: str) -> Callable[[Record], float]:
+    """A unit's accuracy in a format."""
+    return lambda record: accuracy(asked(record, quant, temperature), column).value
+
+
+def gap_of(quant: str, first: str, temperature: str, column: str) -> Callable[[Record], float]:
+    """The difference of a unit's accuracy in a format to that in the first."""
+    before, after = (right_at(one, temperature, column) for one in (first, quant))
+    return lambda record: after(record) - before(record)

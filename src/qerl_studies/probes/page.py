@@ -1,0 +1,131 @@
+"""The page of a probe of one model, in Markdown: tables by answer format, weight format and noise, then advice.
+
+Intervals are 95 % and over questions: they hold for this model, whose weights were rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qerl_core.statistics import Estimate, paired_difference
+from qerl_studies.probes.numbers import accuracy, of_scale, pass_at, signal
+from qerl_studies.tables.markdown import markdown_table
+
+Table = tuple[list[str], list[list[str]]]  # heads, rows
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    """The page; `record` is what probe.json holds."""
+    parts = [
+        f"# Probe of {record['model']}",
+        asked(record),
+        "\n".join(f"- {line}" for line in record["advice"]),
+    ]
+    for title, several in tables(record).items():
+        parts += [f"## {title}", *(markdown_table(*one) for one in several)]
+    return "\n\n".join(parts) + "\n"
+
+
+def asked(record: Mapping[str, Any]) -> str:
+    """What was asked, where, and what the numbers are."""
+    options = record["options"]
+    card = record["environment"]["gpu"] or record["environment"]["cpu"]
+    return (
+        f"{options['questions']} {options['split'].replace('_', '-')} questions of task={record['task']}, at most "
+        f"{record['max_completion_tokens']} tokens, on {card}. Accuracies are per cent, intervals 95 % over questions, "
+        "differences to the first weight format on the same ones. Temperatures below 1 have top-p 0.95."
+    )
+
+
+def tables(record: Mapping[str, Any]) -> dict[str, list[Table]]:
+    """The tables by title."""
+    found = {"Answer formats": [answer_formats(record["answer_formats"])]} if record["answer_formats"] else {}
+    found["Weight formats"] = [accuracies(record), sizes(record["formats"])]
+    if any(one["curve"] for one in record["formats"].values()):
+        found["Noise"] = [noise(record["formats"])]
+    return found
+
+
+def answer_formats(found: Mapping[str, Any]) -> Table:
+    heads = ["task.answer_format", "right", "lenient", "answer found", "cut off", "tokens"]
+    return heads, [[name, *_shares(one)] for name, one in found.items()]
+
+
+def accuracies(record: Mapping[str, Any]) -> Table:
+    """A row for each weight format and temperature."""
+    first = next(iter(record["formats"].values()))["temperatures"]
+    heads = ["quant", "temperature", "right", "difference", "lenient", "answer found", "cut off", "tokens"]
+    heads += ["entropy", "pass@k", "mixed groups"]
+    lines = []
+    for quant, found in record["formats"].items():
+        for at, one in found["temperatures"].items():
+            right, *others = _shares(one)
+            base = first[at]
+            gap = "" if one is base else interval(difference(base, one))
+            several = one["samples"] > 1
+            best = f"{100 * pass_at(one, one['samples']).value:.1f} of {one['samples']}" if several else ""
+            mixed = f"{signal(one, record['group']):.0%}" if several else ""
+            lines.append([quant, at, right, gap, *others, f"{one['entropy']:.3f}", best, mixed])
+    return heads, lines
+
+
+def difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> Estimate:
+    """Accuracy of the second minus that of the first on the same questions."""
+    samples = first["samples"]
+    rows = [[[right / samples] for right in one["correct"]] for one in (first, second)]
+    return paired_difference(*rows)
+
+
+def sizes(formats: Mapping[str, Any]) -> Table:
+    """KL, entropy ratio, speed and memory of each weight format."""
+    quiet = next(iter(formats.values()))["entropy"]
+    heads = ["quant", "entropy ratio", "KL on own answers", "KL on answers of the first", "tokens/s"]
+    heads += ["weights GiB", "peak GiB"]
+    lines = [
+        [
+            quant,
+            f"{one['entropy'] / quiet:.3f}",
+            f"{one['kl']['own']:.2g}",
+            f"{one['kl']['of_reference']:.2g}",
+            f"{one['tokens_per_s']:.0f}",
+            f"{one['weights_gib']:.2f}",
+            f"{one['memory_gib']:.1f}",
+        ]
+        for quant, one in formats.items()
+    ]
+    return heads, lines
+
+
+def noise(formats: Mapping[str, Any]) -> Table:
+    """A row for each weight format and sigma; ratios are to the same format without noise."""
+    lines = [
+        [
+            quant,
+            f"{dose['sigma']:g}",
+            of_scale(one, dose["sigma"]),
+            f"{dose['entropy'] / one['curve'][0]['entropy']:.3f}",
+            f"{dose['kl']:.2g}",
+            f"{100 * dose['accuracy']:.1f}",
+        ]
+        for quant, one in formats.items()
+        for dose in one["curve"]
+    ]
+    return ["quant", "sigma", "of the median norm scale", "entropy ratio", "KL", "right"], lines
+
+
+def interval(estimate: Estimate) -> str:
+    return f"{100 * estimate.value:+.1f} [{100 * estimate.low:+.1f}, {100 * estimate.high:+.1f}]"
+
+
+def _shares(found: Mapping[str, Any]) -> list[str]:
+    """Right, with its interval, lenient, answer found, cut off, and tokens."""
+    right = accuracy(found)
+    lenient = "-" if found["lenient"] is None else f"{100 * accuracy(found, 'lenient').value:.1f}"
+    return [
+        f"{100 * right.value:.1f} [{100 * right.low:.1f}, {100 * right.high:.1f}]",
+        lenient,
+        f"{found['found']:.0%}",
+        f"{1 - found['finished']:.0%}",
+        f"{found['tokens']:.0f}",
+    ]

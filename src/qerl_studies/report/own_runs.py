@@ -1,0 +1,96 @@
+"""What the page of a study begins with: the contrasts that are in its runs, its arms, and these by step.
+
+Left out: gates, corrections for how many contrasts one looks at, and differences by question, which claims have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from qerl_core.statistics import Estimate
+from qerl_studies.figures.headline import HEADLINES, Headline, in_a_word, mean_of, paired, value_of
+from qerl_studies.figures.style import FORMAT_COLORS, OTHER_COLORS, color
+from qerl_studies.report.axes import AXES, axis_of
+from qerl_studies.report.curve_drawing import DrawnArm, draw
+from qerl_studies.runs.load import Run
+from qerl_studies.runs.own_contrasts import Levels, OwnContrast, own_contrasts
+from qerl_studies.runs.settings import Setting, by_scope, group_by_setting
+
+MOST_ARMS = 8  # of one drawing
+CURVES = (
+    Headline("reward", "train", "reward/mean", ".2f"),
+    Headline("accuracy of rollouts", "train", "accuracy", ".0%"),
+    Headline("held-out accuracy, greedy", "eval", "eval/accuracy_greedy", ".0%"),
+    Headline("held-out accuracy, greedy, lenient", "eval", "eval/lenient_greedy", ".0%"),
+    Headline("entropy, nats per token", "train", "entropy", ".2f"),
+)
+
+
+def own_content(runs: Sequence[Run]) -> dict[str, Any]:
+    """What the template takes: for each model and task its contrasts, arms and curves."""
+    shown = [one for one in HEADLINES if any(not run.series(one.kind, one.metric).empty for run in runs)]
+    return {"headlines": shown, "own": [_of_scope(name, group, shown) for name, group in by_scope(runs).items()]}
+
+
+def _of_scope(name: str, runs: Sequence[Run], shown: Sequence[Headline]) -> dict[str, Any]:
+    settings = group_by_setting(runs)
+    arms = drawn_arms(settings)
+    curves = [(curve.title, draw(arms[:MOST_ARMS], curve)) for curve in CURVES]
+    return {
+        "name": name,
+        "contrasts": [_contrast(contrast, shown) for contrast in own_contrasts(settings)],
+        "arms": [(arm, _levels(arm, shown)) for arm in arms],
+        "most": MOST_ARMS,
+        "curves": [(title, drawing) for title, drawing in curves if drawing],
+    }
+
+
+def drawn_arms(settings: Sequence[Setting]) -> list[DrawnArm]:
+    """The settings, in the colors of formats where format and noise tell them apart: then lines without noise are
+    broken.
+    """
+    looks = [(one["quant.name"], one["aqn.name"] != "none") for one in settings]
+    told_apart = len({*looks}) == len(looks)
+    arms = []
+    for place, (setting, name) in enumerate(zip(settings, Levels(settings).names, strict=True)):
+        quant, noisy = looks[place]
+        shade = color(quant) if told_apart else OTHER_COLORS[place % len(OTHER_COLORS)]
+        shade = "var(--text)" if shade == FORMAT_COLORS["bf16"] else shade
+        axes = {axis: str(axis_of(setting.runs[0].config_items, key)) for axis, key in AXES.items()}
+        arms.append(DrawnArm(name, setting.runs, shade, told_apart and not noisy, axes))
+    return sorted(arms, key=lambda arm: arm.name)
+
+
+def _levels(arm: DrawnArm, shown: Sequence[Headline]) -> list[str]:
+    cells = {run.cell: run for run in arm.runs}
+    means = [mean_of(cells, lambda run, one=one: value_of(run, one.kind, one.metric)) for one in shown]
+    return [f"{mean:{one.form}}" if math.isfinite(mean) else "-" for one, mean in zip(shown, means, strict=True)]
+
+
+def _contrast(contrast: OwnContrast, shown: Sequence[Headline]) -> dict[str, Any]:
+    first, second = contrast.treated.by_cell, contrast.control.by_cell
+    common = sorted(first.keys() & second.keys())
+    differences = [paired(first, second, common, one.kind, one.metric) for one in shown]
+    arms = (contrast.treated, contrast.control)
+    found = {key: [str(axis_of(arm.runs[0].config_items, key)) for arm in arms] for key in AXES.values()}
+    return {
+        "factor": contrast.factor,
+        "label": contrast.label,
+        "where": contrast.where,
+        "pairs": len(common),
+        "mixed": any(first[cell].block != second[cell].block for cell in common),
+        "axes": {axis: [*dict.fromkeys(found[key])] for axis, key in AXES.items()},
+        "cells": [_cell(one, difference) for one, difference in zip(shown, differences, strict=True)],
+    }
+
+
+def _cell(headline: Headline, difference: Estimate | None) -> tuple[str, str]:
+    """The difference with its interval, and what the interval leaves."""
+    if difference is None:
+        return "-", ""
+    scale, digits = (100, 1) if "%" in headline.form else (1, 3)
+    value, low, high = (f"{scale * end:+.{digits}f}" for end in (difference.value, difference.low, difference.high))
+    text = f"{value} [{low}, {high}]" if difference.stderr > 0 else value
+    return text, in_a_word(difference, headline.margin)

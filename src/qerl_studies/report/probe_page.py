@@ -1,0 +1,298 @@
+"""The page of a study's probes, in Markdown: accuracy and entropy of formats, noise, copies without rounding error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from matplotlib.figure import Figure
+
+from qerl_core.statistics import Estimate, mean_ci
+from qerl_studies.figures.probe import ProbePanel, Shown, in_panels
+from qerl_studies.probes.numbers import PARTS
+from qerl_studies.probes.over_units import (
+    Record,
+    accuracy_gap,
+    by_scale,
+    detailed,
+    dose,
+    entropy_at,
+    entropy_of_part,
+    formats_of,
+    gap_of,
+    groups,
+    kl,
+    log_dose,
+    log_ratio,
+    mean_accuracy,
+    mean_of,
+    measured_in,
+    pass_k,
+    ratio_of,
+    right_at,
+    share_at,
+    without_error,
+)
+from qerl_studies.tables.markdown import markdown_table
+
+NOTE = (
+    "Accuracies are per cent, their differences points, entropy and KL nats a token. Differences and ratios are to the "
+    "first format of the same unit. Brackets are 95 % intervals: Student's t over units, or over questions where there "
+    "is one unit. Temperatures below 1 have top-p 0.95."
+)
+
+
+def markdown(probes: Sequence[Record]) -> str | None:
+    """The page; None without a probe that has details."""
+    known = detailed(probes)
+    if not known:
+        return None
+    parts = ["# Probes", NOTE]
+    for name, units in groups(known).items():
+        parts += [f"## {name or 'All units'} ({len(units)})", accuracies(units), passes(units)]
+        parts += [entropies(units), by_part(units)]
+        if all(one["curve"] for it in units for one in it["formats"].values()):
+            parts += [noise(units)]
+        if any(one.get("doses") for one in units):
+            parts += [matched(units)]
+    if scaled := extrapolations(known):
+        parts += ["## Without the rounding error of the file", scaled]
+    return "\n\n".join(parts) + "\n"
+
+
+def accuracies(units: Sequence[Record]) -> str:
+    heads = ["quant", "units", "temperature", "right", "difference", "lenient", "difference", "answer found", "cut off"]
+    heads += ["tokens"]
+    lines = []
+    for quant in formats_of(units):
+        having = measured_in(quant, units)
+        for at in having[0]["formats"][quant]["temperatures"]:
+            found, finished, tokens = (
+                mean_of(units, quant, share_at(at, key)).value for key in ("found", "finished", "tokens")
+            )
+            cells = [quant, str(len(having)), at]
+            for column in ("correct", "lenient"):
+                cells += [
+                    points(mean_accuracy(units, quant, at, column), 1),
+                    points(accuracy_gap(units, quant, at, column), 1, signed=True)
+                    if quant != formats_of(units)[0]
+                    else "",
+                ]
+            lines.append([*cells, f"{found:.0%}", f"{1 - finished:.1%}", f"{tokens:.0f}"])
+    return markdown_table(heads, lines)
+
+
+def passes(units: Sequence[Record]) -> str:
+    """pass@k at temperature 1, for k in powers of two."""
+    samples = units[0]["formats"][formats_of(units)[0]]["temperatures"]["1"]["samples"]
+    ks = [2**power for power in range(samples.bit_length())]
+    lines = [[quant, *(points(mean_of(units, quant, pass_k("1", k)), 1) for k in ks)] for quant in formats_of(units)]
+    return markdown_table(["quant", *(f"pass@{k}" for k in ks)], lines)
+
+
+def entropies(units: Sequence[Record]) -> str:
+    """Entropy by temperature as a ratio to the first format, and the KL of each format."""
+    temperatures = [*units[0]["formats"][formats_of(units)[0]]["temperatures"]]
+    heads = ["quant", *(f"entropy at {at}" for at in temperatures), "KL on own answers", "KL on answers of the first"]
+    first, *others = formats_of(units)
+    levels = [f"{mean_of(units, first, entropy_at(at)).value:.4f}" for at in temperatures]
+    lines = [[first, *levels, *_kls(units, first)]]
+    lines += [
+        [quant, *(times(log_ratio(units, quant, entropy_at(at))) for at in temperatures), *_kls(units, quant)]
+        for quant in others
+    ]
+    return markdown_table(heads, lines)
+
+
+def by_part(units: Sequence[Record]) -> str:
+    """Entropy by tenth of the completion at temperature 1: of the first format, then ratios to it."""
+    first, *others = formats_of(units)
+    lines = [[first, *(f"{mean_of(units, first, entropy_of_part(part)).value:.4f}" for part in range(PARTS))]]
+    lines += [
+        [quant, *(times(log_ratio(units, quant, entropy_of_part(part))) for part in range(PARTS))] for quant in others
+    ]
+    return markdown_table(["quant", *(f"tenth {part + 1}" for part in range(PARTS))], lines)
+
+
+def noise(units: Sequence[Record]) -> str:
+    """What noise does in each format, next to the same format without."""
+    lines = [
+        [
+            quant,
+            f"{one['sigma']:g}",
+            times(log_dose(units, quant, at)),
+            bracketed(mean_of(units, quant, dose(at, "kl")), "{:.4f}"),
+            points(mean_of(units, quant, dose(at, "accuracy")), 1, signed=True),
+        ]
+        for quant in formats_of(units)
+        for at, one in enumerate(measured_in(quant, units)[0]["formats"][quant]["curve"])
+        if at
+    ]
+    return markdown_table(["quant", "sigma", "entropy ratio", "KL", "right, difference"], lines)
+
+
+def matched(units: Sequence[Record]) -> str:
+    """The noise that was found for each arm and unit, with its rise and KL on other prompts and draws."""
+    lines = []
+    for one in units:
+        for arm, found in one.get("doses", {}).items():
+            cells = ["none found", "-", "-"]
+            if found["sigma"] is not None:
+                cells = [f"{found['sigma']:.3g}", f"x{1 + found['rise']:.3f}", f"{found['kl']:.4f}"]
+            lines.append([" ".join(one["unit"]), arm, *cells])
+    return markdown_table(["unit", "arm", "sigma", "entropy ratio", "KL"], lines)
+
+
+def extrapolations(probes: Sequence[Record]) -> str | None:
+    """Entropy and accuracy of the first format and what others change, by size of dither, and where they point.
+
+    None with one size.
+    """
+    scaled = by_scale(probes)
+    if not scaled:
+        return None
+    units = [one for copies in scaled.values() for one in copies.values()]
+    first, *others = formats_of(units)
+    temperatures = [*units[0]["formats"][first]["temperatures"]]
+    entropy, signed = entropy_at("1"), partial(points, digits=1, signed=True)
+    rows: list[tuple[str, str, Callable[[Record], float], Callable[[Estimate], str]]] = []
+    rows += [(first, "entropy at 1", lambda one: entropy(one, first), partial(bracketed, form="{:.3f}"))]
+    rows += [
+        (first, f"right at {at}", right_at(first, at, "correct"), partial(points, digits=1)) for at in temperatures
+    ]
+    for quant in others:
+        rows += [(quant, "entropy ratio at 1", ratio_of(quant, first, entropy), times)]
+        rows += [(quant, f"right at {at}", gap_of(quant, first, at, "correct"), signed) for at in temperatures]
+    lines: list[list[str]] = []
+    names: list[str] = []
+    for quant, name, number, told in rows:
+        by_size = [mean_ci([number(one) for one in copies.values()]) for copies in scaled.values()]
+        found = without_error(scaled, number)
+        names = [*found]
+        lines.append([quant, name, *map(told, [*by_size, *found.values()])])
+    copies = len(next(iter(scaled.values())))
+    note = f"{copies} copies in {len(scaled)} sizes of dither; the last columns are extrapolated to -1, copy by copy."
+    heads = ["quant", "number", *(f"{scale:g} cells" for scale in scaled), *names]
+    return f"{note}\n\n{markdown_table(heads, lines)}"
+
+
+def figures(probes: Sequence[Record]) -> dict[str, Callable[[], Figure]]:
+    """What draws the figures of the page, by name: one for each group of several units, or one over sizes of dither.
+
+    None without a second format.
+    """
+    known = detailed(probes)
+    found: dict[str, Callable[[], Figure]] = {}
+    scaled = by_scale(known)
+    for number, units in enumerate(() if scaled else groups(known).values()):
+        first, *others = formats_of(units)
+        if others and len(units) > 1:
+            fewer = [
+                f"{quant} of {len(measured_in(quant, units))}"
+                for quant in others
+                if len(measured_in(quant, units)) < len(units)
+            ]
+            note = f"To {first} of the same unit, and noise to the same format without: means of {len(units)} units"
+            note += f" ({', '.join(fewer)})." if fewer else "."
+            found[f"probes{number or ''}"] = partial(_of_formats, units, others, note)
+    if scaled:
+        copies = len(next(iter(scaled.values())))
+        note = f"Means of {copies} copies. Right: each copy extrapolated to a file without rounding error."
+        found["probes_dither"] = lambda: in_panels(dither_panels(scaled), note)
+    return found
+
+
+def _of_formats(units: Sequence[Record], others: Sequence[str], note: str) -> Figure:
+    return in_panels(format_panels(units, others), note)
+
+
+def format_panels(units: Sequence[Record], others: Sequence[str]) -> list[ProbePanel]:
+    temperatures = [*units[0]["formats"][formats_of(units)[0]]["temperatures"]]
+    right = {quant: [as_points(accuracy_gap(units, quant, at)) for at in temperatures] for quant in others}
+    parts = {
+        quant: [as_per_cent(log_ratio(units, quant, entropy_of_part(part))) for part in range(PARTS)]
+        for quant in others
+    }
+    tenths = [str(part + 1) for part in range(PARTS)]
+    found = [
+        ProbePanel(title="right answers", axis="temperature", at=temperatures, lines=right, label="difference, points"),
+        ProbePanel(
+            title="entropy at temperature 1", axis="tenth of the completion", at=tenths, lines=parts,
+            label="difference, %",
+        ),
+    ]  # fmt: skip
+    curve = units[0]["formats"][formats_of(units)[0]]["curve"]
+    if curve and all(one["curve"] for it in units for one in it["formats"].values()):
+        sizes = range(1, len(curve))
+        rises = {quant: [as_per_cent(log_dose(units, quant, at)) for at in sizes] for quant in formats_of(units)}
+        falls = {
+            quant: [as_points(mean_of(units, quant, dose(at, "accuracy"))) for at in sizes]
+            for quant in formats_of(units)
+        }
+        sigmas = [f"{curve[at]['sigma']:g}" for at in sizes]
+        found += [
+            ProbePanel(title="entropy with noise", axis="sigma", at=sigmas, lines=rises, label="change, %"),
+            ProbePanel(title="right answers with noise", axis="sigma", at=sigmas, lines=falls, label="change, points"),
+        ]
+    return found
+
+
+def dither_panels(sizes: Mapping[float, Mapping[str, Record]]) -> list[ProbePanel]:
+    """Entropy and accuracy at temperature 1 by size of dither, with both extrapolations at the left."""
+    first, *others = formats_of([one for copies in sizes.values() for one in copies.values()])
+    found = []
+    for title, label, number, shown in (
+        ("entropy", "difference, %", lambda quant: ratio_of(quant, first, entropy_at("1")), as_per_cent),
+        ("right answers", "difference, points", lambda quant: gap_of(quant, first, "1", "correct"), as_points),
+    ):
+        lines = {}
+        for quant in others:
+            of_unit = number(quant)
+            means = [mean_ci([of_unit(one) for one in copies.values()]) for copies in sizes.values()]
+            ends = without_error(sizes, of_unit)
+            lines[quant] = [shown(one) for one in (*means, *ends.values())]
+        at = [*(f"{size:g}" for size in sizes), *ends]
+        found.append(
+            ProbePanel(
+                title=f"{title} at temperature 1", axis="dither, cell variances", at=at, lines=lines, label=label,
+                apart=len(ends),
+            )
+        )  # fmt: skip
+    return found
+
+
+def as_points(estimate: Estimate) -> Shown:
+    return 100 * estimate.value, 100 * estimate.low, 100 * estimate.high
+
+
+def as_per_cent(estimate: Estimate) -> Shown:
+    """What the logarithm of a ratio says in per cent of a change."""
+    low, high = (100 * math.expm1(end) for end in (estimate.low, estimate.high))
+    return 100 * math.expm1(estimate.value), low, high
+
+
+def times(estimate: Estimate) -> str:
+    """A ratio from its logarithm."""
+    return _with_interval(estimate, lambda value: f"x{math.exp(value):.3f}", lambda value: f"{math.exp(value):.3f}")
+
+
+def points(estimate: Estimate, digits: int, signed: bool = False) -> str:
+    sign = "+" if signed else ""
+    return _with_interval(estimate, *(lambda value: f"{100 * value:{sign}.{digits}f}",) * 2)
+
+
+def bracketed(estimate: Estimate, form: str) -> str:
+    return _with_interval(estimate, form.format, form.removeprefix("x").format)
+
+
+def _with_interval(estimate: Estimate, told: Callable[[float], str], end: Callable[[float], str]) -> str:
+    """The value and its interval, if there is one; a dash for what was not measured."""
+    if math.isnan(estimate.value):
+        return "-"
+    shown = told(estimate.value)
+    return shown if math.isnan(estimate.low) else f"{shown} [{end(estimate.low)}, {end(estimate.high)}]"
+
+
+def _kls(units: Sequence[Record], quant: str) -> list[str]:
+    return [bracketed(mean_of(units, quant, kl(way)), "{:.4f}") for way in ("own", "of_reference")]

@@ -1,0 +1,245 @@
+"""Verdicts as data: a record for each contrast that votes on a claim and has an effect, of any number of studies.
+
+Effects are in the unit of their measure, ratios as ratios; `margin` is the smallest one that matters, in the same unit.
+Studies with primary contrasts of their own have a record for each of these alone, from the last look that was reached,
+and none before the first. Left out: robustness checks, and claims without an effect.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from qerl_core.checks import require
+from qerl_core.statistics import Estimate
+from qerl_studies.claims.claim import ClaimResult, ContrastResult
+from qerl_studies.claims.estimate import Comparison, Effect
+from qerl_studies.claims.evaluate import evaluate_claims
+from qerl_studies.claims.registry import families
+from qerl_studies.design.gates import gates, override
+from qerl_studies.design.looks import at_last_look, runs_of, with_primary
+from qerl_studies.design.primary import MEASURES, Primary
+from qerl_studies.design.protocol import protocol_commit
+from qerl_studies.design.sessions import Sessions, study_of
+from qerl_studies.report.primary import differences, level_of, look
+from qerl_studies.report.sessions import judged, read_once
+from qerl_studies.runs.committed import SETTINGS
+from qerl_studies.runs.comparable import load_runs
+from qerl_studies.runs.load import Run
+from qerl_studies.runs.measure import Measure
+from qerl_studies.runs.settings import by_scope
+
+Record = dict[str, Any]
+DIGITS = 6  # significant ones
+EARLY = "no look at its primary contrasts yet. Its primary.md, by analysis/study_report.py, tells how far it is"
+NO_EFFECT = "its runs give no claim an effect. qerl-bench claims tells what is missing"
+
+
+def studies_in(folders: Iterable[Path]) -> dict[str, Path]:
+    """The studies in `folders`, by their path from there: those in sessions, and what `collect` or `publish` wrote.
+
+    Other runs below a `data` are pilots and decide nothing. Raises ConfigError without any, or if two have one name.
+    """
+    found: dict[Path, str] = {}
+    for folder in folders:
+        require(folder.is_dir(), f"{folder} is not a folder: pass a study, or a folder that holds some")
+    for folder in map(Path.resolve, folders):
+        for file in sorted(folder.rglob(f"{SETTINGS}*")):
+            packed = file.parent
+            study = study_of(packed) or (packed.parent if packed.name == "data" else packed)
+            if study.parent.name == "data":
+                continue
+            below = study != folder and study.is_relative_to(folder)
+            found.setdefault(study, study.relative_to(folder).as_posix() if below else study.name)
+    twice = sorted({name for name in found.values() if [*found.values()].count(name) > 1})
+    require(bool(found), f"no study in {', '.join(map(str, folders))}: a study is made by qerl-bench collect or study")
+    require(not twice, f"several studies are called {', '.join(twice)}: pass folders in which they have other names")
+    return {name: folder for folder, name in sorted(found.items(), key=lambda one: one[1])}
+
+
+def verdicts_of(studies: Mapping[str, Path]) -> dict[str, Any]:
+    """What claims.json holds: `studies` by name, and the records of all of them as `verdicts`.
+
+    stderr names the studies that have none. Raises ConfigError for runs that cannot be compared, and if none is left.
+    """
+    content: dict[str, Any] = {"studies": {}, "verdicts": []}
+    lacking: dict[str, str] = {}
+    for study, folder in studies.items():
+        packed = any(study_of(file.parent) for file in folder.glob(f"data/*/{SETTINGS}*"))
+        sessions = read_once(folder) if packed or with_primary(folder) else None
+        if sessions is not None and (primary := sessions.design.primary) is not None:
+            sessions = at_last_look(sessions)
+            runs = [] if sessions is None else [*sessions.runs.values()]
+            records = [] if sessions is None else [*_primary_records(study, sessions, primary)]
+        else:
+            results, runs = _judged(folder, sessions)
+            records = [record for scope in results for record in _records(study, scope, results[scope])]
+        if records:
+            content["studies"][study] = _described(folder, sessions, runs)
+            content["verdicts"] += records
+        else:
+            lacking[study] = EARLY if sessions is None and with_primary(folder) else NO_EFFECT
+    said = [f"{study} has no verdict: {reason}" for study, reason in lacking.items()]
+    require(bool(content["verdicts"]), "; ".join(said))
+    for line in said:
+        print(line, file=sys.stderr)
+    return content
+
+
+def _judged(folder: Path, sessions: Sessions | None) -> tuple[dict[str, list[ClaimResult]], list[Run]]:
+    """The verdicts on all claims by model and task, and the runs."""
+    if sessions is not None:
+        scope, runs, verdicts, later = judged(sessions)
+        return {scope: [*verdicts, *(one for of_family in later.values() for one in of_family)]}, runs
+    runs = load_runs([folder])
+    claims = families().values()
+    scopes = by_scope(runs).items()
+    return {scope: [one for some in claims for one in evaluate_claims(some, group)] for scope, group in scopes}, runs
+
+
+def _described(folder: Path, sessions: Sessions | None, runs: Sequence[Run]) -> Record:
+    results = [] if sessions is None else gates(sessions.design, [*sessions.probes.values()], sessions.runs)
+    passed = [] if sessions is None else override(results, sessions.overridden)
+    return {
+        "runs": len(runs),
+        "released": any("id" in run.config["model"] for run in runs),
+        "code": sorted({run.code for run in runs}),
+        "machines": sorted({run.block for run in runs}),
+        "gates": {one.gate: one.word for one in passed},
+        "protocol_commit": protocol_commit(folder),
+    }
+
+
+def _records(study: str, scope: str, results: Sequence[ClaimResult]) -> Iterator[Record]:
+    for one in results:
+        for contrast in one.voting:
+            if contrast.primary is not None and contrast.effect is not None:
+                yield _record(study, scope, one, contrast, contrast.primary, contrast.effect)
+
+
+def _record(
+    study: str, scope: str, result: ClaimResult, contrast: ContrastResult, primary: Comparison, effect: Effect
+) -> Record:
+    claim, measure = result.claim, result.claim.measure
+    greedy = result.greedy.contrasts[result.contrasts.index(contrast)].effect if result.greedy else None
+    return {
+        "study": study,
+        "scope": scope,
+        "paper": claim.paper,
+        "address": claim.address,
+        "claim": claim.title,
+        "exploratory": claim.exploratory,
+        "expected": claim.expected,
+        "contrast": contrast.contrast.label,
+        "measure": measure.name,
+        "unit": "ratio" if measure.ratio else measure.unit,
+        "margin": _shown(measure, measure.margin),
+        "arms": _arms(measure, primary),
+        "units": {"kind": effect.unit, "n": effect.whole.n, "seeds": effect.seeds, "questions": effect.questions},
+        **_estimate(measure, effect.whole),
+        "greedy": _estimate(measure, greedy.whole) if greedy else None,
+        "bases": _bases(measure, primary, effect),
+        "verdict": result.verdict,
+        "reason": contrast.reason or result.reason,
+    }
+
+
+def _arms(measure: Measure, primary: Comparison) -> list[Record]:
+    """Each arm with the options in which it differs from others, its level, and the size of its noise."""
+    stratum = primary.stratum
+    keys = sorted({key for variant in stratum.variants for key in variant if not key.endswith("_target_")})
+    differing = [key for key in keys if len({repr(variant.get(key)) for variant in stratum.variants}) > 1]
+    rows = zip(primary.contrast.arms, stratum.variants, stratum.arms, primary.levels, strict=True)
+    return [
+        {
+            "label": side.label,
+            "sign": side.sign,
+            "options": {key: variant[key] for key in differing if key in variant},
+            "level": _shown(measure, level),
+            "dose": dose_of([*runs.values()]),
+        }
+        for side, variant, runs, level in rows
+    ]
+
+
+def dose_of(runs: Sequence[Run]) -> Record | None:
+    """The largest sigma of the noise, and the ratio by which it raised the entropy: means, of runs that recorded them.
+
+    None for runs without noise.
+    """
+    if all(run.noise == "none" for run in runs):
+        return None
+    sigmas = [float(run.series("train", "aqn/sigma").max()) for run in runs]
+    rises = [float(rise.iloc[0]) for run in runs if len(rise := run.series("train", "aqn/dose_entropy").dropna())]
+    recorded = {"sigma": [sigma for sigma in sigmas if sigma > 0], "entropy": rises}
+    return {name: _rounded(fmean(values)) if values else None for name, values in recorded.items()}
+
+
+def _bases(measure: Measure, primary: Comparison, effect: Effect) -> list[Record]:
+    """Each base, by the digest of its weights where that was recorded, with its own effect."""
+    names = list(dict.fromkeys(base for base, _ in primary.stratum.cells))
+    effects = effect.bases.by_base if effect.bases else (effect.whole,)
+    return [{"base": name, "effect": _shown(measure, one.value)} for name, one in zip(names, effects, strict=True)]
+
+
+def _primary_records(study: str, seen: Sessions, primary: Primary) -> Iterator[Record]:
+    """The study's own contrasts, of what its last look saw."""
+    measure, bases = MEASURES[primary.measure], [*seen.probes]
+    (scope,) = by_scope([*seen.runs.values()])
+    words = {arm.name: arm.words for arm in seen.design.arms}
+    for one in look(seen, primary, len(bases)):
+        pair = primary.contrasts[one.name]
+        runs = {arm: [run for base in bases for run in runs_of(seen, arm, base)] for arm in pair}
+        effects = differences(seen, primary, one.name, bases).mean(axis=0)
+        yield {
+            "study": study,
+            "scope": scope,
+            "paper": None,
+            "address": None,
+            "claim": f"{one.name}, a primary contrast of the study",
+            "exploratory": False,
+            "expected": "more",
+            "contrast": " - ".join(pair),
+            "measure": measure.name,
+            "unit": measure.unit,
+            "margin": _rounded(measure.scale * primary.margin),
+            "arms": [
+                {
+                    "label": arm,
+                    "sign": sign,
+                    "options": words[arm],
+                    "level": _shown(measure, level_of(seen, primary, arm, bases)),
+                    "dose": dose_of(runs[arm]),
+                }
+                for arm, sign in zip(pair, (1, -1), strict=True)
+            ],
+            "units": {"kind": "base", "n": one.over_bases.n, "seeds": len(seen.design.seeds), "questions": None},
+            **_estimate(measure, one.over_bases),
+            "greedy": None,
+            "bases": [
+                {"base": runs_of(seen, pair[0], base)[0].base, "effect": _shown(measure, float(effect))}
+                for base, effect in zip(bases, effects, strict=True)
+            ],
+            "verdict": one.verdict,
+            "reason": "",
+        }
+
+
+def _estimate(measure: Measure, estimate: Estimate) -> Mapping[str, float | None]:
+    """Effect and 95 % interval, which a single repetition lacks."""
+    ends = (estimate.low, estimate.high) if estimate.n > 1 else (math.nan, math.nan)
+    low, high = (None if math.isnan(end) else _shown(measure, end) for end in ends)
+    return {"effect": _shown(measure, estimate.value), "low": low, "high": high}
+
+
+def _shown(measure: Measure, value: float) -> float:
+    """A number of the measure as readers get it."""
+    return _rounded(math.exp(value) if measure.ratio else measure.scale * value)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

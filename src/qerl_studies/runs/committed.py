@@ -1,0 +1,197 @@
+"""Reads a committed study: the part of many runs that fits into a repository, and from which its claims page follows.
+
+    settings.json     the config keys that all runs share; those that vary, by fingerprint; the distinct environments;
+                      for each run its fingerprint, seed, environment, base, duration and peak memory, and when it
+                      started and ended (unix seconds; older runs do not say)
+    tidy.parquet      the long table of metrics (load.tidy)
+    answers.parquet   run, mode, question, step, and how many of `samples` answers were correct; only if any were kept.
+                      Also how many were right by their last number (`lenient`), how many had an end (`finished`), and
+                      the tokens of all; older studies lack these, and `lenient` is null for tasks without it
+
+collect.py writes it, and load_runs reads its runs like run folders. Left out: rollouts, checkpoints, the command line,
+and `root` and `logger` of the config, which decide no number and may be private.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as parquet
+
+from qerl_core.checks import require
+from qerl_core.options.fingerprint import fingerprint
+from qerl_core.rundir.read_files import read_object
+from qerl_studies.runs.parse import first_names
+
+SETTINGS, TIDY, ANSWERS = "settings.json", "tidy.parquet", "answers.parquet"
+TEXT = pa.dictionary(pa.int32(), pa.string())
+ANSWERS_SCHEMA = pa.schema(
+    {"run": TEXT, "mode": TEXT, "question": TEXT, "step": pa.int32()}
+    | dict.fromkeys(("correct", "samples", "lenient", "finished"), pa.uint16())
+    | {"tokens": pa.uint32()}
+)
+LATER = ("lenient", "finished", "tokens")  # columns that older studies lack
+# Config keys that decide no number and may be private; a run that is read again has these values instead.
+NOT_KEPT = {"root": ".", "logger": {"_target_": "qerl_bench.logger.jsonl.LocalOnly", "name": "jsonl"}}
+KEPT_OF_DONE = ("started", "ended", "wall_s", "energy_j", "peak_memory_gib")
+REMEDY = "It is incomplete, or was edited. Collect it again: qerl-bench collect RUNS out="
+
+
+@dataclass(frozen=True)
+class CommittedStudy:
+    """`configs` are by fingerprint; `runs`, `metrics` and `answers`, if kept, are by the name of the run."""
+
+    path: Path
+    configs: dict[str, dict[str, Any]]
+    environments: list[dict[str, Any]]
+    runs: dict[str, dict[str, Any]]
+    metrics: dict[str, pd.DataFrame]
+    answers: dict[str, pd.DataFrame]
+
+    def config(self, name: str) -> dict[str, Any]:
+        """The resolved config of one run, with the values of NOT_KEPT."""
+        run = self.runs[name]
+        return nested(self.configs[run["fingerprint"]]) | NOT_KEPT | {"name": name, "seed": run["seed"]}
+
+    def environment(self, name: str) -> dict[str, Any]:
+        """The env.json of one run without its private part."""
+        run = self.runs[name]
+        return self.environments[run["environment"]] | {key: run[key] for key in ("base",) if key in run}
+
+    def done(self, name: str) -> dict[str, Any]:
+        """The part of done.json that was kept; empty for an unfinished run."""
+        run = self.runs[name]
+        return {key: run[key] for key in KEPT_OF_DONE if run["finished"] and key in run}
+
+
+def is_study(path: Path) -> bool:
+    """Whether `path` is the folder of a committed study."""
+    return settings_file(path).is_file() and (path / TIDY).is_file()
+
+
+def settings_file(path: Path) -> Path:
+    """settings.json of a study, or gzip of it, which a checkout has."""
+    zipped = path / f"{SETTINGS}.gz"
+    return zipped if zipped.is_file() else path / SETTINGS
+
+
+def find_study(path: Path) -> tuple[CommittedStudy, str] | None:
+    """The study that holds the run `path`, STUDY/NAME, and the name of the run; None if there is none."""
+    for folder in path.parents:
+        if is_study(folder):
+            study, name = read_study(folder), path.relative_to(folder).as_posix()
+            return (study, name) if name in study.runs else None
+    return None
+
+
+def read_study(path: Path) -> CommittedStudy:
+    """Read a study, or return the one read before if its files have not changed.
+
+    Raises ConfigError if its files do not belong together, or if a config does not have the fingerprint it is listed
+    by.
+    """
+    files = [file for file in (settings_file(path), path / TIDY, path / ANSWERS) if file.is_file()]
+    return _read(path, tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, _stamps: tuple[tuple[str, int, int], ...]) -> CommittedStudy:
+    content = read_object(settings_file(path), f"{REMEDY}{path}")
+    missing = sorted({"config", "settings", "environment", "environments", "runs"} - content.keys())
+    require(not missing, f"{path / SETTINGS} has no {', '.join(missing)}. {REMEDY}{path}")
+    configs = {listed: content["config"] | varying for listed, varying in content["settings"].items()}
+    for listed, config in configs.items():
+        actual = fingerprint(nested(config))
+        require(
+            actual == listed,
+            f"{path / SETTINGS}: the config listed as {listed} has the fingerprint {actual}. {REMEDY}{path}",
+        )
+    runs: dict[str, dict[str, Any]] = content["runs"]
+    environments = [content["environment"] | varying for varying in content["environments"]]
+    broken = [
+        name
+        for name, run in runs.items()
+        if not run.keys() >= {"fingerprint", "seed", "environment", "finished"}
+        or run["fingerprint"] not in configs
+        or run["environment"] >= len(environments)
+    ]
+    require(
+        not broken,
+        f"{path / SETTINGS} lacks the setting, the environment or the seed of {first_names(broken)}. {REMEDY}{path}",
+    )
+    return CommittedStudy(path, configs, environments, runs, _read_metrics(path, runs), _read_answers(path, runs))
+
+
+def _read_metrics(path: Path, runs: Mapping[str, dict[str, Any]]) -> dict[str, pd.DataFrame]:
+    """tidy.parquet cut into the tables of the runs, as parse.read_metrics makes them."""
+    table = _read_columns(path / TIDY, ("run", "fingerprint", "kind", "step", "metric", "value")).unify_dictionaries()
+    frame = table.to_pandas()
+    pairs = frame[["run", "fingerprint"]].drop_duplicates().astype(str).to_numpy().tolist()
+    unknown = {name: listed for name, listed in pairs if runs.get(name, {}).get("fingerprint") != listed}
+    require(
+        not unknown,
+        f"{path / SETTINGS} does not know {len(unknown)} runs of {TIDY}, or lists them under other fingerprints than "
+        f"{first_names({*unknown.values()})}: {first_names(unknown)}. {REMEDY}{path}",
+    )
+    metrics = {}
+    for name, rows in frame.groupby("run", observed=True, sort=False).indices.items():
+        part = frame.take(rows).reset_index(drop=True)
+        kind, metric = (_used_categories(part[column].cat) for column in ("kind", "metric"))
+        metrics[str(name)] = pd.DataFrame(
+            {"kind": kind, "step": part["step"], "metric": metric, "value": part["value"]}
+        )
+    return metrics
+
+
+def _used_categories(column: Any) -> pd.Categorical:
+    """The column with only the categories that occur, in order of first appearance."""
+    codes, used = pd.factorize(np.asarray(column.codes))
+    return pd.Categorical.from_codes(codes, pd.Index([column.categories[code] for code in used], dtype="str"))
+
+
+def _read_answers(path: Path, runs: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
+    if not (path / ANSWERS).is_file():
+        return {}
+    fields = schema_of(path / ANSWERS)
+    plain = pa.schema([(field.name, pa.string() if field.type == TEXT else pa.int64()) for field in fields])
+    frame = _read_columns(path / ANSWERS, fields.names).cast(plain).to_pandas()
+    answers = {str(name): part.drop(columns="run") for name, part in frame.groupby("run", sort=False)}
+    unknown = answers.keys() - runs.keys()
+    require(
+        not unknown,
+        f"{path / ANSWERS} has answers of {len(unknown)} runs that {SETTINGS} does not know: {first_names(unknown)}. "
+        f"{REMEDY}{path}",
+    )
+    return answers
+
+
+def schema_of(answers: Path) -> pa.Schema:
+    """ANSWERS_SCHEMA without what the file `answers` lacks because it is older."""
+    has = {*parquet.read_schema(answers).names}
+    return pa.schema([field for field in ANSWERS_SCHEMA if field.name in has or field.name not in LATER])
+
+
+def _read_columns(path: Path, names: Iterable[str]) -> pa.Table:
+    names = list(names)
+    missing = sorted(set(names) - set(parquet.read_schema(path).names))
+    require(not missing, f"{path} has no column {', '.join(missing)}. {REMEDY}{path.parent}")
+    return parquet.read_table(path, columns=names)
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of a mapping with dotted keys."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *parents, last = key.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return tree
