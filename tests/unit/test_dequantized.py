@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qerl_bench.config import compose
-from qerl_bench.engine import hf_graph, hf_reference
+from qerl_bench.engine import decode_buffers, hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.dequantized import Dequantized, copy_bytes
 from qerl_bench.engine.rollout_queue import Limits
@@ -113,7 +113,7 @@ def test_a_small_rollout_in_large_buffers_needs_none_unless_all_rows_are_compute
     policy: Policy, monkeypatch: pytest.MonkeyPatch, invariant: bool
 ) -> None:
     """With `invariant` the few must be multiplied like the many, or their company would decide their last bits."""
-    monkeypatch.setattr(hf_graph, "few_tokens", lambda device: 4)
+    monkeypatch.setattr(decode_buffers, "few_tokens", lambda device: 4)
     sampler = Sampler(policy, Limits(rows=8, dequantized_gib=1.0, kept_gib=1.0, invariant=invariant))
     made = []
     for prompts in (4, 1):

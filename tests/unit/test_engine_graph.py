@@ -215,7 +215,7 @@ def test_a_rollout_leaves_nothing_to_the_garbage_collector(policy: Policy, monke
     run = hf_graph.Decoding.run
 
     def watched(self: hf_graph.Decoding) -> Any:
-        caches.extend(weakref.ref(tensor) for pair in self.caches for tensor in pair)
+        caches.extend(weakref.ref(tensor) for pair in self.buffers.caches for tensor in pair)
         return run(self)
 
     monkeypatch.setattr(hf_graph.Decoding, "run", watched)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.engine import adapter_check, hf, hf_graph, hf_reference
+from qerl_bench.engine import adapter_check, decode_buffers, hf, hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.engine.sampler import Sampler
@@ -409,7 +409,7 @@ def _same(found: Any, wanted: Any) -> None:
 PLACES = {  # where memory runs out: of the queue, and of the reference
     "a step": (True, hf_graph.Decoding, "_advance", 20),
     "reading a prompt": (True, hf_graph.Decoding, "_read", 1),
-    "keys and values": (True, hf_graph, "_memory", 3),
+    "keys and values": (True, decode_buffers, "_memory", 3),
     "the reference": (False, hf_reference, "prefill", 1),
     "a later chunk": (False, hf_reference, "to_completions", 2),
 }
@@ -479,7 +479,7 @@ def test_training_gives_up_its_recordings_for_a_rollout(policy: Policy) -> None:
     assert passes.forgotten == 1
 
 
-@pytest.mark.parametrize(("queue", "owner", "name"), [(True, hf_graph, "_memory"), (False, hf_reference, "prefill")])
+@pytest.mark.parametrize(("queue", "owner", "name"), [(True, decode_buffers, "_memory"), (False, hf_reference, "prefill")])
 def test_a_row_that_does_not_fit_is_told(policy: Policy, queue: bool, owner: Any, name: str) -> None:
     engine, told = _engine(policy, queue), pytest.raises(TrainingStopped, match=f"rollout: {NO_MEMORY}")
     with shortages(owner, name, *range(1, 99)), told, memory_for("rollout"):  # no refusal, which deletes new folders
@@ -596,7 +596,7 @@ def test_a_gpu_that_is_really_full_in_the_middle_of_a_rollout(make_policy: Calla
     attempts: list[int] = []
 
     def filled(self: Any, prompts: Any) -> None:
-        attempts.append(self.size.rows)
+        attempts.append(self.buffers.size.rows)
         if len(attempts) == 1:
             torch.cuda.empty_cache()
             room = torch.cuda.mem_get_info()[0] - 2**27

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from qerl_bench.engine.base import Completion, Sampling
+from qerl_bench.engine.decode_buffers import Buffers, BufferSize
 from qerl_bench.engine.decoder_blocks import kv_bytes
 from qerl_bench.engine.dequantized import copy_bytes
-from qerl_bench.engine.hf_graph import BufferSize, Decoding
+from qerl_bench.engine.hf_graph import Decoding
 from qerl_bench.engine.rollout_queue import (
     Limits,
     Request,
@@ -54,7 +55,7 @@ class Sampler:
 
     def __init__(self, policy: Policy, limits: Limits) -> None:
         self.policy, self.limits = policy, limits
-        self.kept: Decoding | None = None
+        self.kept: Buffers | None = None
         self.report: dict[str, float] = {}
 
     def decode(
@@ -78,9 +79,8 @@ class Sampler:
         size = self._size(requests)
         if self.kept is None or not self.kept.fits(size):
             self.release()  # first, so that its memory can be used again
-            self.kept = Decoding(self.policy, self.limits, size)
-        decoding = self.kept
-        decoding.start(requests, sampling, keys)
+            self.kept = Buffers(self.policy, self.limits, size)
+        decoding = Decoding(self.kept, requests, sampling, keys)
         ended = decoding.run()
         if len(requests) > self.limits.rows:
             ended = bar(ended, "sampling", total=len(requests))
@@ -150,8 +150,9 @@ class Sampler:
             "time/recording_s": decoding.recording_s,
         }
         report = {name: self.report.get(name, 0.0) + value for name, value in added.items()}
-        used = decoding.cache_bytes * decoding.queue.most_used / decoding.size.pages
-        sizes = {"memory/cache_gib": decoding.cache_bytes, "memory/cache_used_gib": used}
+        buffers = decoding.buffers
+        used = buffers.cache_bytes * decoding.queue.most_used / buffers.size.pages
+        sizes = {"memory/cache_gib": buffers.cache_bytes, "memory/cache_used_gib": used}
         self.report = report | {name: max(self.report.get(name, 0.0), size / 2**30) for name, size in sizes.items()}
 
 
