@@ -1,7 +1,7 @@
 """Writes values.md, metrics.md and claims.md beside this file: `python docs/reference/write.py`, if a source changed.
 
 values.md comes from the comments of conf/*.yaml, as `--explain` does, and from the checks of the options' classes;
-metrics.md from the definitions in qerl_core/metrics.py; claims.md from conf/claim/*.yaml and the tables of verdicts in
+metrics.md from qerl_core/metrics/definitions.py; claims.md from conf/claim/*.yaml and the tables of verdicts in
 studies/*/results, which a test makes again.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_bench.experiment_spec import Experiment
-from qerl_core import metrics
+from qerl_core.metrics.definitions import TABLES
 from qerl_core.options.explain import AXES, SEVERAL, root_groups
 from qerl_core.options.files import Field, option_fields
 from qerl_core.options.suggestions import keys_of_axis
@@ -37,9 +37,9 @@ not go with others: then it is [refused](../errors.md). How options are combined
 """
 METRICS = """# All metrics
 
-Made by `docs/reference/write.py` from `src/qerl_core/metrics.py`. A mean is taken once over all tokens or completions
-of a step, never over means of micro-batches. `env.json` of a run has the definitions that it was made with. The files:
-[runs](../runs.md).
+Made by `docs/reference/write.py` from `src/qerl_core/metrics/definitions.py`. A mean is taken once over all tokens or
+completions of a step, never over means of micro-batches. `env.json` of a run has the definitions that it was made with.
+The files: [runs](../runs.md).
 """
 CLAIMS = """# All claims
 
@@ -122,9 +122,9 @@ def _names(value: ast.expr) -> set[str]:
 
 
 def metric_tables() -> str:
-    """metrics.md: a table for each of `metrics.TABLES`, under what makes a run write it."""
+    """metrics.md: a table for each of `TABLES`, under what makes a run write it."""
     parts = [METRICS]
-    for when, table in metrics.TABLES.items():
+    for when, table in TABLES.items():
         rows = [_row(f"`{name}`", metric.unit, metric.definition) for name, metric in table.items()]
         parts.append("\n".join([f"## {when}\n", "| metric | unit | definition |", "|---|---|---|", *rows, ""]))
     return "\n".join(parts)

@@ -26,7 +26,7 @@ from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.update import precision
-from qerl_core.metrics import entropy_ratio, mean, mean_entropy, mismatch_metrics
+from qerl_core.metrics.compute import entropy_ratio, mean, mean_entropy, mismatch_metrics
 from qerl_core.process.out_of_memory import NO_MEMORY, shortage, whole_or_halves
 from qerl_core.process.progress import bar, phase
 from qerl_core.records import Group, Prompt, Rollout

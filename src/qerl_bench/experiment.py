@@ -56,8 +56,8 @@ from qerl_bench.train.nonfinite import during
 from qerl_bench.train.reduced_sizes import shortages_of
 from qerl_bench.train.rollout_records import TokenColumns, kept_records
 from qerl_bench.train.update import make_optimizer, update
-from qerl_core import metrics
 from qerl_core.checks import ConfigError, TrainingStopped, require
+from qerl_core.metrics import compute
 from qerl_core.options.fingerprint import as_dict
 from qerl_core.process import energy
 from qerl_core.process.children import is_child
@@ -229,7 +229,7 @@ def train_step(setup: Setup, optimizer: torch.optim.Optimizer, lag: Lag, step: i
                 step_metrics |= update(experiment, policy, optimizer, batch, run, step, world, columns)
                 if policy.rounding is not None:
                     counts = world.gather(policy.rounding.take())
-                    step_metrics["activations/underflow"] = metrics.ratio(counts)
+                    step_metrics["activations/underflow"] = compute.ratio(counts)
         finally:  # whoever looks into a step that failed needs its completions too
             shown = groups[: experiment.train.kept_groups]
             advantages = batch.advantages.tolist()
@@ -308,9 +308,9 @@ def collect_rollouts(
     kept_groups = (kept_groups or all_groups)[: rollout.prompts_per_step]
     with timer("sync"):
         memory_metrics = engine.sleep()
-    rollout_metrics = metrics.rollout_metrics(all_groups)
+    rollout_metrics = compute.rollout_metrics(all_groups)
     rollout_metrics |= {"dynamic/refills": rounds - 1, "dynamic/groups_kept": len(kept_groups)}
-    rollout_metrics |= metrics.sync_metrics(sync_reports) | memory_metrics | noise_metrics(noise_reports)
+    rollout_metrics |= compute.sync_metrics(sync_reports) | memory_metrics | noise_metrics(noise_reports)
     return kept_groups, all_groups, rollout_metrics
 
 

@@ -21,7 +21,7 @@ from functools import cache
 import numpy as np
 
 from qerl_core.checks import require
-from qerl_core.metrics import mean, sample_std
+from qerl_core.metrics.compute import mean, sample_std
 
 CONFIDENCE = 0.95  # of every interval
 MIN_UNITS = 5  # below this number of seeds or bases, they alone give the degrees of freedom

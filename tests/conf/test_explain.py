@@ -12,7 +12,7 @@ import yaml
 
 from qerl_bench.config import build, compose
 from qerl_core.checks import ConfigError
-from qerl_core.metrics import definitions
+from qerl_core.metrics.definitions import definitions
 from qerl_core.options.explain import AXES, SEVERAL, explain
 from qerl_core.options.files import option_fields, options_of, read_option
 from qerl_core.options.fingerprint import as_dict, flat

@@ -24,8 +24,8 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from qerl_bench.config import build, compose
-from qerl_core import metrics
 from qerl_core.checks import ConfigError
+from qerl_core.metrics import definitions
 from qerl_core.options.fingerprint import as_dict, flat
 from qerl_core.process.installation import CONF_DIR
 from qerl_studies.claims.claim import NO_RUNS, ContrastResult
@@ -478,7 +478,7 @@ def test_an_agent_runs_the_points_of_the_study(composed: dict[str, Any], studies
     assert {point - {mirror} for point in words} == expected
     assert len(words) == len(expected)
     assert (ROOT / sweep["program"]).is_file()
-    assert sweep["metric"]["name"] in {**metrics.ROLLOUT, **metrics.TRAIN, **metrics.EVAL}
+    assert sweep["metric"]["name"] in {**definitions.ROLLOUT, **definitions.TRAIN, **definitions.EVAL}
 
 
 def test_studies_of_different_grids_are_no_sweep() -> None:

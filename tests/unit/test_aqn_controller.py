@@ -16,8 +16,8 @@ from qerl_bench.aqn.entropy import EntropyController, EntropyTarget
 from qerl_bench.aqn.norm_errors import NormErrors
 from qerl_bench.model_setup import build_noise
 from qerl_bench.quantizer.apply import quantize_model
-from qerl_core import metrics
 from qerl_core.checks import ConfigError
+from qerl_core.metrics import definitions
 
 SETTINGS = {
     "target_start": 0.3,
@@ -44,7 +44,7 @@ def _plant(sigma: float, step: int, noise: float, rng: random.Random) -> float:
 
 
 def test_decisions_are_documented_metrics() -> None:
-    assert set(EntropyController(_spec(), 5).update(1, 0.24)) == set(metrics.NOISE_CONTROLLER)
+    assert set(EntropyController(_spec(), 5).update(1, 0.24)) == set(definitions.NOISE_CONTROLLER)
 
 
 def test_two_decisions_by_hand() -> None:

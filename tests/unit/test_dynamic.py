@@ -15,7 +15,7 @@ from qerl_bench.aqn.injector import NoiseReport
 from qerl_bench.experiment import collect_rollouts, rollout_batch
 from qerl_bench.reward.task import TaskReward
 from qerl_core.checks import TrainingStopped
-from qerl_core.metrics import LOOP_WINDOW, garbled
+from qerl_core.metrics.compute import LOOP_WINDOW, garbled
 from qerl_core.process.device import PhaseTimer
 from qerl_core.records import Prompt, Reward, Rollout
 

@@ -24,7 +24,7 @@ from qerl_bench.quant.concat import concat_rows_in_place
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.train.batch import make_batch
 from qerl_core.checks import ConfigError
-from qerl_core.metrics import ENGINE_HF
+from qerl_core.metrics.definitions import ENGINE_HF
 from qerl_core.records import Prompt
 from tests.failing import failing
 

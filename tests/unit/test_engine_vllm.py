@@ -28,7 +28,7 @@ from qerl_bench.engine.vllm import process as vllm_process
 from qerl_bench.engine.vllm.checkpoint import TENSOR_SCALE, BaseCheckpoint, packed_layers
 from qerl_bench.engine.vllm.install import require_device, require_supported
 from qerl_core.checks import ConfigError, TrainingStopped
-from qerl_core.metrics import sync_metrics
+from qerl_core.metrics.compute import sync_metrics
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from qerl_bench.engine.base import Sampling
 from qerl_bench.model_setup import build_noise
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.update import make_optimizer, update
-from qerl_core import metrics
+from qerl_core.metrics import compute
 from qerl_core.records import Group
 
 NO_RUN: Any = None  # a run directory is needed only if something is not finite
@@ -51,7 +51,7 @@ def test_entropies_against_brute_force(
     assert len({len(rollout.token_ids) for rollout in rollouts}) > 1 or len(rollouts[0].token_ids) == 6
     rewards = [experiment.task.reward(rollout.prompt, rollout.text) for rollout in rollouts]
     groups = [Group(rollouts=rollouts[i : i + 3], rewards=rewards[i : i + 3]) for i in (0, 3)]
-    sampled = metrics.rollout_metrics(groups)
+    sampled = compute.rollout_metrics(groups)
     batch = make_batch(
         [rollout.prompt_ids for rollout in rollouts],
         [rollout.token_ids for rollout in rollouts],

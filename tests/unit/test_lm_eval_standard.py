@@ -19,8 +19,8 @@ from qerl_bench.engine.hf import HFEngine
 from qerl_bench.eval.base import metrics_of
 from qerl_bench.eval.lm_eval.standard import minerva_math500, raw
 from qerl_bench.eval.record import record_evaluation
-from qerl_core import metrics
 from qerl_core.checks import ConfigError
+from qerl_core.metrics import definitions
 from qerl_core.rundir.run_dir import RunDir
 
 TINY = Path(__file__).parents[1] / "assets" / "gsm8k_tiny.jsonl"
@@ -111,7 +111,7 @@ def test_its_numbers_are_named_and_recorded_with_their_gain(
         record_evaluation(run, "gsm8k", 0, first)
         scores = record_evaluation(run, "gsm8k", 4, second)
     found = metrics_of(scores)
-    assert set(found) == {name for name in metrics.LM_EVAL if "math_verify" not in name}
+    assert set(found) == {name for name in definitions.LM_EVAL if "math_verify" not in name}
     assert found["eval/gain_strict_match"] == pytest.approx(2 / 3)
     assert found["eval/gain_strict_match_stderr"] == pytest.approx(1 / 3)
 
@@ -132,7 +132,7 @@ def test_math500_as_minerva_asks_it_and_math_verify_counts_it(policy: Any, tmp_p
     found = measured(policy, engine, task, tmp_path)
     assert [row["correct"] for row in found.samples] == [True, True, False, False]
     assert [score.metric for score in found.scores] == ["eval/lm_eval_math_verify"]
-    assert set(metrics_of(found.scores)) <= set(metrics.LM_EVAL)
+    assert set(metrics_of(found.scores)) <= set(definitions.LM_EVAL)
     for asked, (question, _) in zip(engine.asked, rows, strict=True):
         *shots, last = re.split(r"\n\nProblem:\n", asked.removeprefix("Problem:\n"))
         assert last == f"{question}\n\nSolution:"

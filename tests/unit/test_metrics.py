@@ -23,7 +23,7 @@ from qerl_bench.run_setup import Setup
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.lag import Lag
 from qerl_bench.train.update import make_optimizer
-from qerl_core import metrics
+from qerl_core.metrics import compute, definitions
 from qerl_core.process.device import PhaseTimer
 from qerl_core.records import Group, Prompt, Reward, Rollout
 from qerl_core.rundir.run_dir import RunDir
@@ -69,7 +69,7 @@ def test_metrics_of_rollouts_against_loops(seed: int) -> None:
     groups = _random_groups(random.Random(seed), 4, size)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [reward for group in groups for reward in group.rewards]
-    found = metrics.rollout_metrics(groups)
+    found = compute.rollout_metrics(groups)
     totals = [reward.total for reward in rewards]
     average = math.fsum(totals) / 12
     entropies = [entropy for rollout in rollouts for entropy in rollout.entropies]
@@ -116,17 +116,17 @@ def test_entropy_of_a_step_weighs_tokens_not_sequences() -> None:
         )
         for i, (r, e) in enumerate(zip(group.rollouts, values, strict=True))
     ]
-    found = metrics.rollout_metrics([Group(rollouts=rollouts, rewards=group.rewards)])
+    found = compute.rollout_metrics([Group(rollouts=rollouts, rewards=group.rewards)])
     assert (found["entropy"], found["entropy/top20"], found["entropy/rest"]) == (1.5, 3.0, 1.0)
 
 
 def test_a_single_token_is_both_parts() -> None:
-    assert metrics.entropy_by_part([0.7]) == {"entropy/top20": 0.7, "entropy/rest": 0.7}
+    assert compute.entropy_by_part([0.7]) == {"entropy/top20": 0.7, "entropy/rest": 0.7}
 
 
 def test_deviation_of_one_value_is_zero() -> None:
-    assert metrics.sample_std([3.0]) == 0.0
-    assert metrics.sample_std([1.0, 3.0]) == pytest.approx(math.sqrt(2), abs=1e-15)
+    assert compute.sample_std([3.0]) == 0.0
+    assert compute.sample_std([1.0, 3.0]) == pytest.approx(math.sqrt(2), abs=1e-15)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -134,7 +134,7 @@ def test_deviation_of_one_value_is_zero() -> None:
 def test_metrics_of_tokens_against_loops(seed: int, parts: int) -> None:
     """Gathered from micro-batches of different widths, as one mean over all tokens."""
     generator = torch.Generator().manual_seed(seed)
-    table = metrics.TokenTable()
+    table = compute.TokenTable()
     rows: dict[str, list[float]] = {}
     sequences: list[float] = []
     for part in range(parts):
@@ -175,22 +175,22 @@ def test_metrics_of_tokens_against_loops(seed: int, parts: int) -> None:
         "mismatch/ess_sequence": math.fsum(map(math.exp, sequences)) ** 2
         / (len(sequences) * math.fsum(math.exp(2 * gap) for gap in sequences)),
     }
-    assert metrics.token_metrics(table, on_policy=True) == pytest.approx(expected, rel=1e-12, abs=1e-12)
-    assert metrics.token_metrics(table, on_policy=False) == pytest.approx(
+    assert compute.token_metrics(table, on_policy=True) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    assert compute.token_metrics(table, on_policy=False) == pytest.approx(
         {name: expected[name] for name in ("entropy_clean", "entropy_t1")}, rel=1e-12
     )
 
 
 def test_no_mismatch_and_total_mismatch() -> None:
     same = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
-    assert metrics.mismatch_metrics(same, same) == {
+    assert compute.mismatch_metrics(same, same) == {
         "mismatch/kl": 0.0,
         "mismatch/logp_abs_mean": 0.0,
         "mismatch/logp_abs_max": 0.0,
         "mismatch/ess": 1.0,
     }
     trainer, sampler = torch.tensor([[0.0, -50.0, -50.0], [-50.0, 0.0, 0.0]], dtype=torch.float64)
-    one_token_counts = metrics.mismatch_metrics(trainer, sampler)
+    one_token_counts = compute.mismatch_metrics(trainer, sampler)
     assert one_token_counts["mismatch/ess"] == pytest.approx(1 / 3)
 
 
@@ -199,7 +199,7 @@ def test_the_kl_estimate_has_the_right_sign_and_size() -> None:
     sampler, trainer = torch.tensor([0.5, 0.25, 0.25]).double(), torch.tensor([0.25, 0.25, 0.5]).double()
     tokens = torch.tensor([0, 0, 1, 2])
     kl = sum(float(p) * math.log(p / q) for p, q in zip(sampler, trainer, strict=True))
-    assert metrics.mismatch_metrics(trainer.log()[tokens], sampler.log()[tokens])["mismatch/kl"] == pytest.approx(
+    assert compute.mismatch_metrics(trainer.log()[tokens], sampler.log()[tokens])["mismatch/kl"] == pytest.approx(
         kl, abs=1e-12
     )
 
@@ -286,17 +286,17 @@ def sft(
 
 
 def test_the_documented_names_are_those_of_a_sampled_step(sampled: Step) -> None:
-    always = (metrics.ROLLOUT, metrics.TRAIN, metrics.MISMATCH_SPLIT, metrics.NOISE_DOSE)
+    always = (definitions.ROLLOUT, definitions.TRAIN, definitions.MISMATCH_SPLIT, definitions.NOISE_DOSE)
     bins = {f"mismatch/kl_by_position_{first}" for first in (1, 4)}  # of 12 tokens
     assert set(sampled.found) == {name for table in always for name in table} | bins | PARTS
 
 
 def test_the_documented_names_are_those_of_a_supervised_step(sft: Step) -> None:
-    assert set(sft.found) == set(metrics.TRAIN)
+    assert set(sft.found) == set(definitions.TRAIN)
 
 
 def test_every_metric_has_a_unit_and_a_definition_and_one_place() -> None:
-    tables = metrics.TABLES.values()
+    tables = definitions.TABLES.values()
     for table in tables:
         assert all(metric.unit and metric.definition for metric in table.values())
     assert sum(map(len, tables)) == len({name for table in tables for name in table})
@@ -306,9 +306,9 @@ def test_the_names_of_an_evaluation(sampled: Step, make_config: Callable[..., An
     experiment = sampled.experiment
     evaluation = experiment.eval.evaluate(sampled.policy, sampled.engine, experiment.task, sampled.run, experiment.seed)
     with RunDir(tmp_path, make_config()) as run:
-        assert set(metrics_of(record_evaluation(run, "arithmetic", 0, evaluation))) == set(metrics.EVAL)
+        assert set(metrics_of(record_evaluation(run, "arithmetic", 0, evaluation))) == set(definitions.EVAL)
         later = metrics_of(record_evaluation(run, "arithmetic", 3, evaluation))
-    assert set(later) == set(metrics.EVAL) | set(metrics.EVAL_GAIN)
+    assert set(later) == set(definitions.EVAL) | set(definitions.EVAL_GAIN)
     assert {later[name] for name in ("eval/gain_greedy", "eval/gain_sampled")} == {0.0}
 
 

@@ -16,7 +16,7 @@ from qerl_bench.algo.importance_sampling import ImportanceSampling
 from qerl_bench.algo.loss import step_loss
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.update import make_optimizer, update
-from qerl_core import metrics
+from qerl_core.metrics import compute, definitions
 
 Maker = Callable[..., Any]
 NO_RUN: Any = None  # a run directory is needed only if something is not finite
@@ -80,7 +80,7 @@ def test_weights_too_large_for_numbers_are_bounded_like_any(mode: str) -> None:
 
 def test_metrics_of_weights_by_hand() -> None:
     raw = torch.tensor([2.0, 4.0, 0.5, 3.0], dtype=torch.float64)
-    assert metrics.importance_metrics(raw.clamp(max=2.5), raw) == {
+    assert compute.importance_metrics(raw.clamp(max=2.5), raw) == {
         "importance_sampling/weight_mean": (2 + 2.5 + 0.5 + 2.5) / 4,
         "importance_sampling/weight_max": 4.0,
         "importance_sampling/changed_frac": 0.5,
@@ -204,10 +204,10 @@ def test_the_split_costs_one_forward_pass_with_noise_and_none_without(
     seen = listen(policy, "token_stats")
     found, _ = _run(experiment, policy, batch)
     assert len(seen) == passes
-    named = {name for name in found if name in metrics.MISMATCH_SPLIT}
+    named = {name for name in found if name in definitions.MISMATCH_SPLIT}
     absent = "importance_sampling.split_mismatch=false" in words or "noise.cadence=group" in words
-    assert named == (set() if absent else set(metrics.MISMATCH_SPLIT))
-    assert not set(found) & set(metrics.IMPORTANCE_SAMPLING)
+    assert named == (set() if absent else set(definitions.MISMATCH_SPLIT))
+    assert not set(found) & set(definitions.IMPORTANCE_SAMPLING)
 
 
 @pytest.mark.parametrize("words", [(), ("kl.coef=0.1", "train.updates_per_batch=2"), ("algo=rloo",)], ids=str)
@@ -222,7 +222,7 @@ def test_measuring_changes_nothing(make_policy: Maker, make_experiment: Maker, w
         experiment, policy, batch = _world(make_policy, make_experiment, *words, *more)
         found, _ = _run(experiment, policy, batch)
         results.append(
-            ({name: value for name, value in found.items() if name not in metrics.MISMATCH_SPLIT}, _state(policy))
+            ({name: value for name, value in found.items() if name not in definitions.MISMATCH_SPLIT}, _state(policy))
         )
     (first, state), *others = results
     for found, other in others:
@@ -286,7 +286,7 @@ def test_the_weights_of_a_step_from_scratch(
         else:
             used += [min(w, 1.1) for w in weights]
     found, _ = _run(experiment, policy, batch)
-    assert {name: found[name] for name in metrics.IMPORTANCE_SAMPLING} == pytest.approx(
+    assert {name: found[name] for name in definitions.IMPORTANCE_SAMPLING} == pytest.approx(
         {
             "importance_sampling/weight_mean": math.fsum(used) / len(used),
             "importance_sampling/weight_max": max(raw),
@@ -308,7 +308,7 @@ def test_a_sample_of_the_micro_batches_measures_noise_and_says_how_much(
     assert torch.equal(whole, sampled) and full["mismatch/measured_frac"] == 1
     assert 0 < least["mismatch/measured_frac"] < half["mismatch/measured_frac"] < 1
     moved = {name for name in full if half[name] != full[name]}
-    assert {"mismatch/measured_frac", "mismatch/noise_kl"} <= moved <= set(metrics.MISMATCH_SPLIT)
+    assert {"mismatch/measured_frac", "mismatch/noise_kl"} <= moved <= set(definitions.MISMATCH_SPLIT)
     for found in (half, least):
         assert 0 < found["mismatch/noise_logp_abs_max"] <= full["mismatch/noise_logp_abs_max"]
 
@@ -327,16 +327,16 @@ def test_mismatch_by_position_is_that_of_the_tokens_there(make_policy: Maker, ma
             inside[row, batch.mask[row].nonzero()[first - 1 : end - 1, 0]] = True
         kl = _loops(trains, batch.sampler_logprobs, inside)["kl"]
         assert found[f"mismatch/kl_by_position_{first}"] == pytest.approx(kl, rel=1e-3) and kl > 0
-    assert not {f"mismatch/kl_by_position_{first}" for first in metrics.POSITIONS[2:]} & set(found)
+    assert not {f"mismatch/kl_by_position_{first}" for first in definitions.POSITIONS[2:]} & set(found)
 
 
 def test_the_bins_of_positions_are_eight_powers_of_four() -> None:
     ends = [1, 3, 4, 15, 16, 63, 64, 255, 256, 1023, 1024, 4095, 4096, 16383, 16384, 10**6]
     gaps = torch.arange(1.0, len(ends) + 1).double() / 10
-    found = metrics.kl_by_position(gaps, torch.zeros_like(gaps), torch.tensor(ends))
+    found = compute.kl_by_position(gaps, torch.zeros_like(gaps), torch.tensor(ends))
     k3 = (gaps.exp() - gaps - 1).view(-1, 2).mean(1).tolist()
-    assert [*found] == [*metrics.BY_POSITION] and [*found.values()] == pytest.approx(k3)
-    assert metrics.kl_by_position(gaps[:1], gaps[:1], torch.tensor([64])) == {"mismatch/kl_by_position_64": 0.0}
+    assert [*found] == [*definitions.BY_POSITION] and [*found.values()] == pytest.approx(k3)
+    assert compute.kl_by_position(gaps[:1], gaps[:1], torch.tensor([64])) == {"mismatch/kl_by_position_64": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -393,5 +393,5 @@ def test_a_step_of_few_effective_tokens_is_named(caplog: pytest.LogCaptureFixtur
 
 
 def test_the_effective_share_by_hand() -> None:
-    assert metrics.ess(torch.log(torch.tensor([1.0, 1.0, 2.0]).double())) == pytest.approx(16 / 18)
-    assert metrics.ess(torch.tensor([1000.0, 0.0]).double()) == 0.5  # exp(1000) is no number
+    assert compute.ess(torch.log(torch.tensor([1.0, 1.0, 2.0]).double())) == pytest.approx(16 / 18)
+    assert compute.ess(torch.tensor([1000.0, 0.0]).double()) == 0.5  # exp(1000) is no number

@@ -19,7 +19,7 @@ from qerl_bench.config import build
 from qerl_bench.experiment import collect_rollouts, rollout_sampling, run_experiment
 from qerl_bench.model_setup import build_noise
 from qerl_bench.train.memory_plan import Size
-from qerl_core import metrics
+from qerl_core.metrics import compute, definitions
 from qerl_core.process.device import PhaseTimer
 from qerl_core.records import Prompt, Rollout
 
@@ -142,13 +142,13 @@ def test_a_run_says_it_once_at_its_first_noisy_step(
     cfg = make_config(*words, "task=even_characters", "steps=6", "eval=none", f"root={tmp_path}", "name=a")
     run_experiment(build(cfg), cfg)
     lines = [json.loads(line) for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
-    of_dose = {line["step"]: line for line in lines if metrics.NOISE_DOSE.keys() & line.keys()}
+    of_dose = {line["step"]: line for line in lines if definitions.NOISE_DOSE.keys() & line.keys()}
     assert [*of_dose] == ([] if first is None else [first])
     said = [message for message in caplog.messages if message.startswith("first noise")]
     assert len(said) == len(of_dose)
     if first is not None:
         numbers = of_dose[first]
-        assert {*metrics.NOISE_DOSE} <= numbers.keys() and numbers["aqn/dose_kl"] > 0
+        assert {*definitions.NOISE_DOSE} <= numbers.keys() and numbers["aqn/dose_kl"] > 0
         if "noise.site=rollout_and_training" not in words and "noise.cadence=group" not in words:
             assert numbers["aqn/dose_kl"] == numbers["mismatch/noise_kl"]
         shown = re.search(r"step (\d+): sigma (\S+) .*KL (\S+), entropy x(\S+): changes", said[0])
@@ -187,7 +187,7 @@ def test_a_policy_that_is_sure_of_everything_has_no_ratio_of_entropies() -> None
         )
         for one in (0.0, 0.5)
     )
-    assert math.isnan(metrics.entropy_ratio([unsure], [sure])) and metrics.entropy_ratio([sure], [unsure]) == 0
+    assert math.isnan(compute.entropy_ratio([unsure], [sure])) and compute.entropy_ratio([sure], [unsure]) == 0
 
 
 # --- memory and precision --------------------------------------------------------------------------------------------

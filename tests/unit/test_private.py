@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qerl_core.metrics import definitions
+from qerl_core.metrics.definitions import definitions
 from qerl_studies.runs.private import Private
 
 ALICE = Private("alice", "node-17.cluster.example.org")

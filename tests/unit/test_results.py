@@ -14,9 +14,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from qerl_core import metrics
 from qerl_core.checks import ConfigError
 from qerl_core.exits import guarded
+from qerl_core.metrics import definitions
 from qerl_studies.commands.collect import main as collect_runs
 from qerl_studies.runs.collect import write_study
 from qerl_studies.runs.comparable import load_runs, tidy
@@ -558,7 +558,7 @@ def test_answers_are_shares_by_question_and_step(tmp_path: Path) -> None:
 
 def test_collecting_runs_costs_little_more_than_reading_their_json(tmp_path: Path) -> None:
     """In processor time, best of three, beside `json.loads` of the same lines: a slow machine slows both."""
-    names = [*metrics.ROLLOUT, *metrics.TRAIN]
+    names = [*definitions.ROLLOUT, *definitions.TRAIN]
     lines = [
         {"kind": "train", "step": step, **{name: 1 / (step + place) for place, name in enumerate(names)}}
         for step in range(1, 1001)

@@ -479,7 +479,9 @@ def test_training_gives_up_its_recordings_for_a_rollout(policy: Policy) -> None:
     assert passes.forgotten == 1
 
 
-@pytest.mark.parametrize(("queue", "owner", "name"), [(True, decode_buffers, "_memory"), (False, hf_reference, "prefill")])
+@pytest.mark.parametrize(
+    ("queue", "owner", "name"), [(True, decode_buffers, "_memory"), (False, hf_reference, "prefill")]
+)
 def test_a_row_that_does_not_fit_is_told(policy: Policy, queue: bool, owner: Any, name: str) -> None:
     engine, told = _engine(policy, queue), pytest.raises(TrainingStopped, match=f"rollout: {NO_MEMORY}")
     with shortages(owner, name, *range(1, 99)), told, memory_for("rollout"):  # no refusal, which deletes new folders

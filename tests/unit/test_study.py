@@ -14,7 +14,7 @@ import pytest
 from pandas.testing import assert_frame_equal
 
 from qerl_core.checks import ConfigError
-from qerl_core.metrics import definitions
+from qerl_core.metrics.definitions import definitions
 from qerl_studies.runs.collect import STUDY_METRICS, STUDY_PREFIXES, dotted, write_study
 from qerl_studies.runs.committed import SETTINGS, is_study, nested
 from qerl_studies.runs.comparable import load_runs, tidy

@@ -22,7 +22,7 @@ from qerl_bench.task.graded import reward_of
 from qerl_bench.task.grader.last_number import last_number_is
 from qerl_bench.task.prompt_task import PromptTask
 from qerl_core.checks import ConfigError, require
-from qerl_core.metrics import mean
+from qerl_core.metrics.compute import mean
 from qerl_core.process.arguments import split_words
 from qerl_core.records import Prompt
 from qerl_core.rundir.durable import write_atomically

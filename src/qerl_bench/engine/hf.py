@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from qerl_bench.engine.base import RolloutEngine, Sampling, exact_lengths, make_rollouts, require_room
 from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.train.reduced_sizes import Reduced, shortages_of
-from qerl_core import metrics
 from qerl_core.checks import TrainingStopped, check_fields, count, flag, number, optional, positive, require
+from qerl_core.metrics import compute
 from qerl_core.process.gpu_share import release
 from qerl_core.process.out_of_memory import NO_MEMORY, shortage
 from qerl_core.process.progress import COMPLETIONS, phase
@@ -114,7 +114,7 @@ class HFEngine:
         """
         found = {} if self.sampler is None else self.sampler.sleep()
         if self.policy.rounding is not None:
-            found["activations/underflow_rollout"] = metrics.ratio([self.policy.rounding.take()])
+            found["activations/underflow_rollout"] = compute.ratio([self.policy.rounding.take()])
         return found
 
     def record(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from qerl_bench.task.graded import reward_of
 from qerl_bench.task.grader.extract import ANSWER_FORMATS
 from qerl_bench.task.grader.last_number import last_number_is
 from qerl_bench.task.prompt_task import PromptTask
-from qerl_core.metrics import mean, repeats_itself
+from qerl_core.metrics.compute import mean, repeats_itself
 from qerl_core.records import Prompt
 from qerl_core.rundir.run_dir import RunDir
 

@@ -25,7 +25,7 @@ from qerl_core.checks import (
     temperature,
     text,
 )
-from qerl_core.metrics import mean
+from qerl_core.metrics.compute import mean
 from qerl_core.records import Prompt, Rollout
 from qerl_core.seeding import derive
 from qerl_core.statistics import majority, over_samples, pass_at_k

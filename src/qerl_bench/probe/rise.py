@@ -10,7 +10,7 @@ from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.policy import Policy
 from qerl_bench.probe.bisection import find_sigma
 from qerl_bench.run_setup import on_base_of
-from qerl_core.metrics import mean_entropy
+from qerl_core.metrics.compute import mean_entropy
 from qerl_core.seeding import derive
 
 START = 0.1  # sigma that is tried first

@@ -19,7 +19,7 @@ from qerl_bench.train.objective import objective
 from qerl_bench.train.recorded_passes import RecordedPasses
 from qerl_bench.train.rollout_records import TokenColumns
 from qerl_bench.train.spec import Specs
-from qerl_core import metrics
+from qerl_core.metrics.compute import TokenTable
 
 
 @dataclass
@@ -28,7 +28,7 @@ class MicroBatchResult:
 
     loss: float | torch.Tensor
     sums: Mapping[str, float | torch.Tensor]  # over its tokens
-    tokens: metrics.TokenTable  # columns of per-token numbers, of the policy before the first update
+    tokens: TokenTable  # columns of per-token numbers, of the policy before the first update
     tokens_of: tuple[tuple[int, int], ...]  # that of its micro-batch
 
     def columns_by_row(self) -> dict[int, TokenColumns]:
@@ -55,7 +55,7 @@ def forward_backward(
     is_first_update = micro_batch.old_logprobs is None
     if not (micro_batch.has_gradient or is_first_update):
         return None
-    tokens = metrics.TokenTable()
+    tokens = TokenTable()
     if passes is not None and micro_batch.padded is not None:
         stats, loss, columns = passes(micro_batch.padded)
         micro_batch.logprobs = stats.logprobs
@@ -130,7 +130,7 @@ def before_first_update(
     micro_batch: MicroBatch,
     stats: TokenStats,
     experts: list[torch.Tensor],
-    tokens: metrics.TokenTable,
+    tokens: TokenTable,
 ) -> None:
     """Fix old and reference log-probabilities and importance weights, and record the policy before the step.
 

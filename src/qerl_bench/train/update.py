@@ -37,8 +37,8 @@ from qerl_bench.train.reduced_sizes import shortages_of
 from qerl_bench.train.retry_smaller import repeated_smaller
 from qerl_bench.train.rollout_records import TokenColumns
 from qerl_bench.train.spec import OptimSpec, Specs, TrainSpec
-from qerl_core import metrics
 from qerl_core.checks import TrainingStopped
+from qerl_core.metrics import compute
 from qerl_core.process.device import bf16_matmuls, tf32_matmuls
 from qerl_core.process.out_of_memory import memory_for
 from qerl_core.rundir.run_dir import RunDir
@@ -132,7 +132,7 @@ def update(
         for (number, _), part in everywhere.items():
             columns.update(part.columns_by_row() if number == 0 else {})
     return {
-        "train/taught_frac": metrics.taught_frac(lengths, has_gradient),
+        "train/taught_frac": compute.taught_frac(lengths, has_gradient),
         "train/micro_batches": sum(number == 0 for number, _ in everywhere),  # the first update makes all of them
         "lr": lr,
         "updates_skipped": train.updates_per_batch - totals.applied,
@@ -223,7 +223,7 @@ class StepAccumulator:
     """Sums over all updates of a step. Every average is over all tokens, including those without gradient."""
 
     def __init__(self) -> None:
-        self.tokens = metrics.TokenTable()  # per-token numbers of the policy before the first update
+        self.tokens = compute.TokenTable()  # per-token numbers of the policy before the first update
         self.loss = 0.0
         self.sums: dict[str, float] = {}
         self.grad_norms: list[float] = []
@@ -244,5 +244,5 @@ class StepAccumulator:
             "loss": self.loss / updates,
             "grad_norm": sum(self.grad_norms) / len(self.grad_norms) if self.grad_norms else math.nan,
             **{name: value / (updates * tokens) for name, value in self.sums.items()},
-            **metrics.token_metrics(self.tokens, on_policy),
+            **compute.token_metrics(self.tokens, on_policy),
         }

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from qerl_core.checks import ConfigError, require
-from qerl_core.metrics import definitions
+from qerl_core.metrics.definitions import definitions
 from qerl_core.options.composer import Composer
 from qerl_core.options.files import (
     Field,

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from qerl_core.metrics import definitions
+from qerl_core.metrics.definitions import definitions
 from qerl_core.options.user_options import folders, loaded_files
 from qerl_core.process.gpu_share import runs_on_gpu
 from qerl_core.process.installation import PACKAGE

@@ -16,7 +16,7 @@ from typing import Any
 from yaml import YAMLError
 
 from qerl_core.checks import ConfigError, positive, require, text
-from qerl_core.metrics import TABLES
+from qerl_core.metrics.definitions import TABLES
 from qerl_core.options.explain import AXES, SEVERAL, root_groups
 from qerl_core.options.files import find_option
 from qerl_core.options.names import layers

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from qerl_core.checks import require
-from qerl_core.metrics import definitions
+from qerl_core.metrics.definitions import definitions
 from qerl_core.options.fingerprint import flat, scientific
 from qerl_core.process.arguments import KeyValueParser
 from qerl_core.statistics import Estimate
@@ -116,7 +116,7 @@ def _options(arm: Arm) -> dict[str, tuple[str, ...]]:
 
 
 def number_rows(first: Arm, second: Arm) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """The rows of HEADLINES, and those of other numbers that differ, in the order of metrics.py.
+    """The rows of HEADLINES, and those of other numbers that differ, in the order of their definitions.
 
     What only one arm has stands there with a dash.
     """
