@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from qerl_bench import experiment as loop
+from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build
-from qerl_bench.experiment import run_experiment
 
 CLOCKS = ("time", "speed/", "memory/")  # beginnings of what differs between equal runs
 

@@ -12,78 +12,76 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
 from qerl_bench import dose
-from qerl_bench.algo.base import Algorithm
 from qerl_bench.aqn.injector import NoiseReport, noise_metrics
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.engine.merged import MergingEngine
 from qerl_bench.eval import formats
 from qerl_bench.eval.base import metrics_of
-from qerl_bench.eval.paired import read_samples
 from qerl_bench.eval.validation import (
-    best_step,
+    best_checkpoint,
     evaluation_after,
     is_due,
     is_on,
     is_whole,
-    metrics_of_validation,
-    reduced,
-    rows_of_validation,
+    log_validation,
+    validation_of_whole,
 )
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.logger.base import MetricsMirror
-from qerl_bench.model.context import require_one_rope
+from qerl_bench.logger.base import MetricsMirror, no_mirror
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import ALONE, World, largest
 from qerl_bench.quant.error_decomposition import write_layers
 from qerl_bench.run_setup import Setup, evaluate, on_base_of, prepare_device, require_places, set_up, validate
 from qerl_bench.task.graded import all_checked
-from qerl_bench.train.batch import Batch, make_batch
+from qerl_bench.train.batch import demonstration_batch, rollout_batch
 from qerl_bench.train.collapse import collapse
 from qerl_bench.train.data_parallel import require_equal_weights
 from qerl_bench.train.lag import Lag
 from qerl_bench.train.memory_plan import remember
+from qerl_bench.train.no_signal import no_signal_message
 from qerl_bench.train.nonfinite import during
 from qerl_bench.train.reduced_sizes import shortages_of
 from qerl_bench.train.rollout_records import TokenColumns, kept_records
+from qerl_bench.train.trainer_state import checkpoints_to_come, is_saved, load_checkpoint, save_checkpoint
 from qerl_bench.train.update import make_optimizer, update
-from qerl_core.checks import ConfigError, TrainingStopped, require
+from qerl_core.checks import TrainingStopped
 from qerl_core.metrics import compute
 from qerl_core.options.fingerprint import as_dict
 from qerl_core.process import energy
-from qerl_core.process.children import is_child
 from qerl_core.process.device import PhaseTimer
 from qerl_core.process.out_of_memory import memory_for
-from qerl_core.process.progress import StepProgress, phase
+from qerl_core.process.progress import StepProgress
 from qerl_core.process.termination import Terminated, terminations_noted
 from qerl_core.records import Group, numbered
-from qerl_core.rundir.checkpoints import checkpoints, go_back, last_checkpoint, step_of
 from qerl_core.rundir.run_dir import RunDir
 from qerl_core.seeding import derive
 
 log = logging.getLogger(__name__)
-HOST = torch.device("cpu")  # where a batch is made and split; its parts go to the GPU
 
 
-def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE) -> None:
+@contextmanager
+def trained(experiment: Experiment, cfg: DictConfig, world: World = ALONE) -> Iterator[RunDir | None]:
     """Run, or continue, one experiment in its run directory. `cfg` is the resolved config it was built from.
 
-    All ranks of `world` call this; rank 0 writes the run.
+    All ranks of `world` call this; rank 0 writes the run. Gives its folder with all steps made, to be looked at, and
+    marks the run as finished behind that; None on other ranks, and if another process has finished it.
     """
     require_places(experiment, world)
     device = prepare_device(experiment.device, experiment.quant)
     with RunDir(world.folder(experiment.run_dir), cfg) as run:
         if world.from_first(lambda: run.finished):
             log.info("%s was finished by another process", run.path)
+            yield None
             return
         experiment.check_model()
         if world.size == 1:
@@ -93,24 +91,14 @@ def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE
             with run.replacing("layers.parquet") as file:
                 write_layers(file, setup.policy.layers, *names, setup.policy.kernels)
             run_steps(setup, as_dict(cfg))
-            if not world.first:
-                return
-            collapsed = collapse(run.metrics(), math.log(len(setup.policy.tokenizer)))
-        from qerl_studies.figures.run import (
-            run_figures,  # after the run: pandas, scipy and matplotlib take a second
-        )
-        from qerl_studies.tables.terminal import no_gradient_warning, places, render, summary
-
-        if experiment.steps:
-            with phase("drawing figures"):
-                run_figures(run.path)
+            collapsed = collapse(run.metrics(), math.log(len(setup.policy.tokenizer))) if world.first else None
+        if not world.first:
+            yield None
+            return
+        yield run
         run.finish(collapsed, best_checkpoint(run))
         if collapsed:
             log.warning("%s: training has destroyed the policy: %s. Use a smaller optim.lr", run.path, collapsed)
-        table = summary([run.path])
-        if warning := no_gradient_warning(table):
-            log.warning(warning)
-        print("\n".join([*([] if is_child() else [render(table)]), *places(run.path)]))
 
 
 def run_steps(setup: Setup, config: dict[str, Any]) -> None:
@@ -182,21 +170,6 @@ def drop_checkpoints(experiment: Experiment, run: RunDir) -> None:
         run.keep_checkpoints(experiment.checkpoints.keep, best_checkpoint(run))
 
 
-def is_saved(experiment: Experiment, step: int) -> bool:
-    return step % experiment.save_every == 0 or step == experiment.steps
-
-
-def checkpoints_to_come(experiment: Experiment, step: int) -> int:
-    """How many are written after `step` before any of them is dropped."""
-    count = sum(is_saved(experiment, later) for later in range(step + 1, experiment.steps + 1))
-    return count if experiment.checkpoints.keep is None else min(count, 1)
-
-
-def best_checkpoint(run: RunDir) -> int | None:
-    """The step of the checkpoint with the best held-out accuracy so far; None if none has a point of that curve."""
-    return best_step(run.metrics(), map(step_of, checkpoints(run.path)))
-
-
 def train_step(setup: Setup, optimizer: torch.optim.Optimizer, lag: Lag, step: int) -> dict[str, float]:
     """One step: a new batch, and one or more optimizer updates on it. Returns all metrics of the step."""
     experiment, policy, engine, run, world = setup
@@ -213,14 +186,12 @@ def train_step(setup: Setup, optimizer: torch.optim.Optimizer, lag: Lag, step: i
                         sampling = rollout_sampling(experiment, step)
                         step_metrics |= dose.first_dose(experiment, policy, engine, everything, sampling, world)
             step_metrics |= behind
-            if step == 1 and world.first and not (run.path / formats.FILE).exists():  # no evaluation has said it
-                answers = [(one.prompt, one.text, one.finished) for group in everything for one in group.rollouts]
-                longest = experiment.task.max_completion_tokens
-                formats.report_formats(run, experiment.task, answers, "rollouts of step 1", longest)
+            if step == 1 and world.first:
+                formats.report_rollouts(run, experiment.task, everything)
             batch = rollout_batch(groups, algo, policy)
             step_metrics |= policy.noise.controller.update(step, step_metrics["entropy"])
         else:
-            groups, batch = [], demonstration_batch(experiment, policy, step)
+            groups, batch = [], demonstration_batch(experiment.task, experiment, policy, step)
         columns: dict[int, TokenColumns] = {}
         try:
             with timer("train"):
@@ -314,48 +285,6 @@ def collect_rollouts(
     return kept_groups, all_groups, rollout_metrics
 
 
-def no_signal_message(groups: list[Group], rounds: int) -> str:
-    rewards = ", ".join(f"{reward:g}" for reward in sorted({group.rewards[0].total for group in groups}))
-    return (
-        f"nothing to learn from: in all {len(groups)} groups, sampled in {rounds} rounds, the completions of a group "
-        f"got equal rewards (rewards: {rewards}). The task is too hard or too easy for this model: change it or warm "
-        "the model up, raise rollout.group_size, rollout.prompts_per_step or algo.max_resampling_rounds, or continue "
-        "without a gradient: algo.on_no_signal=continue"
-    )
-
-
-def rollout_batch(groups: list[Group], algo: Algorithm, policy: Policy) -> Batch:
-    """The batch of one RL step, with the advantages of `algo`."""
-    rewards = torch.tensor([[reward.total for reward in group.rewards] for group in groups])  # (P, G)
-    lengths = torch.tensor([[len(rollout.token_ids) for rollout in group.rollouts] for group in groups])  # (P, G)
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    return make_batch(
-        [rollout.prompt_ids for rollout in rollouts],
-        [rollout.token_ids for rollout in rollouts],
-        policy.pad_id,
-        HOST,
-        [rollout.logprobs for rollout in rollouts],
-        algo.advantages(rewards, lengths).flatten(),
-    )
-
-
-def demonstration_batch(experiment: Experiment, policy: Policy, step: int) -> Batch:
-    """The batch of one supervised step."""
-    task, count = experiment.task, experiment.rollout.prompts_per_step
-    demonstrations = task.demonstrations(step, count, experiment.seed)
-    if getattr(experiment.algo, "right_only", False):
-        demonstrations = [one for one in demonstrations if task.reward(one.prompt, one.completion).correct]
-        require(
-            bool(demonstrations),
-            f"algo.right_only=true leaves none of the {count} demonstrations of step {step} of task={task.name}: raise "
-            "rollout.prompts_per_step, or set algo.right_only=false",
-        )
-    prompts, completions = policy.demonstration_ids(demonstrations)
-    lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
-    require_one_rope(policy.model, lengths, f"a demonstration of task={task.name}")
-    return make_batch(prompts, completions, policy.pad_id, HOST)
-
-
 def evaluate_and_log(setup: Setup, mirror: MetricsMirror, step: int) -> None:
     experiment, run = setup.experiment, setup.run
     asked = replace(experiment, eval=evaluation_after(experiment.eval, step))
@@ -363,71 +292,5 @@ def evaluate_and_log(setup: Setup, mirror: MetricsMirror, step: int) -> None:
         run.log("eval", step, metrics_of(scores))
         mirror.log("eval", step, metrics_of(scores))
         if is_on(experiment.eval, experiment.steps, experiment.save_every):
-            rows = read_samples(run.path, step).to_dict("records")
-            point = reduced(experiment.eval, experiment.task)
-            log_validation(run, mirror, step, metrics_of_validation(rows_of_validation(rows, point)))
-
-
-def log_validation(run: RunDir, mirror: MetricsMirror, step: int, found: dict[str, float]) -> None:
-    run.log("validation", step, found)
-    mirror.log("validation", step, found)
-    accuracies = [name for name in ("validation/accuracy_greedy", "validation/accuracy_sampled") if name in found]
-    shown = ", ".join(
-        f"{name.removeprefix('validation/')} {found[name]:.3f} +- {found[f'{name}_stderr']:.3f}" for name in accuracies
-    )
-    log.info("validation after step %d, %d questions: %s", step, found["validation/questions"], shown)
-
-
-def no_mirror(run_dir: Path, records: list[dict[str, Any]], config: dict[str, Any]) -> MetricsMirror:
-    return MetricsMirror()
-
-
-def save_checkpoint(
-    folder: Path,
-    experiment: Experiment,
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    lag: Lag,
-    run: RunDir,
-    step: int,
-) -> None:
-    """Fill `folder` with everything that the next step depends on."""
-    policy.save(folder)
-    state = {"optimizer": optimizer.state_dict(), "torch_rng": torch.get_rng_state(), "noise": policy.noise.state()}
-    state["shortages"] = shortages_of(policy).state()
-    if lag.steps:
-        state["lag"] = lag.state()
-    torch.save(state, folder / "trainer.pt")
-    position = {
-        "step": step,
-        "prompts_seen": step * experiment.rollout.prompts_per_step,
-        "sigma": policy.noise.controller.sigma(step),
-        "lr": experiment.optim.lr_at(step, experiment.steps),
-        "started": run.begun,
-        "wall_s": run.wall_s,
-        "energy_j": run.energy_j,
-    }
-    (folder / "state.json").write_text(json.dumps(position, indent=1))
-
-
-def load_checkpoint(
-    run_dir: Path, run: RunDir, policy: Policy, optimizer: torch.optim.Optimizer, lag: Lag | None = None
-) -> None:
-    """Restore from the last checkpoint in `run_dir` all that the next step depends on, and the clock."""
-    folder = last_checkpoint(run_dir)
-    require(folder is not None, f"only process 0 sees the checkpoint in {run_dir}: choose a root=DIR that all can read")
-    assert folder is not None
-    policy.load(folder)
-    try:
-        state: dict[str, Any] = torch.load(folder / "trainer.pt", map_location=policy.device, weights_only=True)
-    except UnpicklingError as error:  # more than tensors and numbers, which nothing here has written
-        raise ConfigError(f"checkpoint {folder} is damaged: trainer.pt is no checkpoint. {go_back(folder)}") from error
-    optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(state["torch_rng"].cpu())
-    policy.noise.restore(state["noise"])
-    shortages_of(policy).restore(state.get("shortages"))  # which earlier versions did not write
-    if lag is not None:
-        lag.restore(state.get("lag", []))
-    position = json.loads((folder / "state.json").read_text())
-    run.spent_s, run.spent_j = position["wall_s"], position.get("energy_j")
-    run.begun = position.get("started")
+            found = validation_of_whole(experiment.eval, experiment.task, run, step)
+            log_validation(run, mirror, step, found)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build, compose
-from qerl_bench.experiment import run_experiment
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 TINY = [

@@ -15,8 +15,8 @@ import pytest
 
 from qerl_bench.commands import eval as again
 from qerl_bench.commands.eval import main
+from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build
-from qerl_bench.experiment import run_experiment
 from qerl_core.checks import ConfigError
 from qerl_core.process.arguments import WIDTH
 from qerl_core.rundir.finished_run import stored_config

@@ -18,8 +18,8 @@ import pytest
 
 from qerl_bench.__main__ import main
 from qerl_bench.commands.eval import main as evaluate_again
+from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build, compose
-from qerl_bench.experiment import run_experiment
 from qerl_bench.sweep.table import sweep_table
 from qerl_core.checks import ConfigError
 from qerl_core.process.arguments import whole

@@ -26,7 +26,7 @@ from qerl_bench.engine.adapter_check import check_completions
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.recordable import eager_reason
 from qerl_bench.engine.sampler import decode
-from qerl_bench.experiment import load_checkpoint, run_steps
+from qerl_bench.experiment import run_steps
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import build_policy
@@ -35,6 +35,7 @@ from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.packed_share import packed_share
 from qerl_bench.run_setup import prepare_device, set_up
 from qerl_bench.train.batch import Batch, make_batch
+from qerl_bench.train.trainer_state import load_checkpoint
 from qerl_bench.train.update import make_optimizer
 from qerl_core.checks import ConfigError, TrainingStopped
 from qerl_core.options.fingerprint import as_dict

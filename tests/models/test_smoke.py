@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build, compose
-from qerl_bench.experiment import run_experiment
 from tests.models import builds
 
 

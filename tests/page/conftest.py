@@ -35,7 +35,7 @@ def study_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def sample_page(make_config: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of the samples of a tiny run with much noise, which keeps two groups of each of its four steps."""
-    from qerl_bench.experiment import run_experiment
+    from qerl_bench.commands.run import run_experiment
     from tests.short_runs import without_figures
 
     folder = tmp_path_factory.mktemp("root")

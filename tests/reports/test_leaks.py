@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from qerl_bench.commands.eval import main
+from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build as build_experiment
 from qerl_bench.config import compose
 from qerl_bench.config import spec as build_spec
-from qerl_bench.experiment import run_experiment
 from qerl_bench.task.question_form import normalize_question
 from qerl_bench.task.sources import _file_rows
 from qerl_core.checks import ConfigError

@@ -17,7 +17,7 @@ class Runs:
     """A run that was killed in step 5, with checkpoints of steps 2 and 4, and the same run finished."""
 
     def __init__(self, config: Any) -> None:
-        from qerl_bench.experiment import run_experiment
+        from qerl_bench.commands.run import run_experiment
         from tests.short_runs import killed_in_step
 
         self.config, self.experiment = config, build(config)

@@ -11,11 +11,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build, compose, spec
 from qerl_bench.eval import formats
 from qerl_bench.eval.base import Evaluation
 from qerl_bench.eval.task import grade_rollouts, scores_of
-from qerl_bench.experiment import run_experiment
 from qerl_bench.task.grader.last_number import last_number_is
 from qerl_core.records import Prompt, Rollout
 from qerl_core.rundir.run_dir import RunDir

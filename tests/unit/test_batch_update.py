@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from qerl_bench.config import build, compose
-from qerl_bench.experiment import demonstration_batch
-from qerl_bench.train.batch import make_batch
+from qerl_bench.train.batch import Batch, demonstration_batch, make_batch
 from qerl_bench.train.update import make_optimizer, update
 from qerl_core.checks import ConfigError
 from qerl_core.options.fingerprint import as_dict, fingerprint
@@ -69,18 +68,23 @@ class Listener:
         return [[1] for _ in demonstrations], [[2] for _ in demonstrations]
 
 
+def _demonstrations(words: list[str], policy: Any) -> Batch:
+    experiment = build(compose(words))
+    return demonstration_batch(experiment.task, experiment, policy, 3)
+
+
 def test_only_demonstrations_that_reach_their_target_are_imitated_if_asked() -> None:
     heard = {}
     for right_only in (False, True):
         words = ["experiment=worlds/base", "algo=sft", "rollout.prompts_per_step=64", f"algo.right_only={right_only}"]
         policy: Any = Listener()
-        assert len(demonstration_batch(build(compose(words)), policy, 3).lengths) == len(policy.heard)
+        assert len(_demonstrations(words, policy).lengths) == len(policy.heard)
         heard[right_only] = policy.heard
     reached = [one for one in heard[False] if one.completion.split()[-2] == one.prompt.question.split()[-2]]
     assert len(heard[False]) == 64 and 10 < len(reached) < 54 and heard[True] == reached
     words = ["experiment=worlds/base", "algo=sft", "algo.right_only=true", "rollout.prompts_per_step=4", "task.hit=0"]
     with pytest.raises(ConfigError, match=r"algo.right_only=true leaves none of the 4 .* step 3 of task=countdown"):
-        demonstration_batch(build(compose(words)), policy, 3)
+        _demonstrations(words, policy)
 
 
 def test_runs_from_before_the_choice_of_demonstrations_keep_their_names() -> None:

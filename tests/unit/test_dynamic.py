@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from qerl_bench.aqn.injector import NoiseReport
-from qerl_bench.experiment import collect_rollouts, rollout_batch
+from qerl_bench.experiment import collect_rollouts
 from qerl_bench.reward.task import TaskReward
+from qerl_bench.train.batch import rollout_batch
 from qerl_core.checks import TrainingStopped
 from qerl_core.metrics.compute import LOOP_WINDOW, garbled
 from qerl_core.process.device import PhaseTimer

@@ -126,7 +126,7 @@ def test_a_config_that_is_more_than_data_is_refused(runs: Runs, prepared: Path, 
 
 
 def test_a_pickle_in_a_checkpoint_is_not_opened(runs: Runs, prepared: Path) -> None:
-    from qerl_bench.experiment import run_experiment
+    from qerl_bench.commands.run import run_experiment
 
     (prepared / "checkpoints" / "step_000006" / "trainer.pt").write_bytes((prepared.parent / "evil.pkl").read_bytes())
     (prepared / "done.json").unlink()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from omegaconf import OmegaConf
 
-from qerl_bench import experiment as loop
+from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build
 from qerl_core.checks import ConfigError
 from qerl_core.rundir.checkpoints import last_checkpoint
@@ -248,6 +248,6 @@ def test_a_run_killed_at_any_file_continues_to_the_same_numbers(
         patch.setattr("os.replace", replace)
         patch.setattr(RunDir, "append", append)
         with pytest.raises(KeyboardInterrupt):
-            loop.run_experiment(build(config), config)
-    loop.run_experiment(build(config), config)
+            run_experiment(build(config), config)
+    run_experiment(build(config), config)
     assert runs.numbers(load_run(folder).path) == runs.numbers(runs.finished)

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl_bench.commands.export import main
+from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build
-from qerl_bench.experiment import run_experiment
 from qerl_bench.model.merged_checkpoint import export_merged
 from qerl_core.checks import ConfigError
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from qerl_bench import dose
+from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build
-from qerl_bench.experiment import collect_rollouts, rollout_sampling, run_experiment
+from qerl_bench.experiment import collect_rollouts, rollout_sampling
 from qerl_bench.model_setup import build_noise
 from qerl_bench.train.memory_plan import Size
 from qerl_core.metrics import compute, definitions

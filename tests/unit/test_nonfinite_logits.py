@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import HFEngine
 from qerl_bench.engine.sampler import Sampler
-from qerl_bench.experiment import run_experiment
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import build_policy
 from qerl_bench.train.nonfinite import during, require_finite_logits

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from qerl_bench.commands.eval import main as evaluate_again
+from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build
-from qerl_bench.experiment import collect_rollouts, run_experiment
+from qerl_bench.experiment import collect_rollouts
 from qerl_bench.model_setup import build_policy
 from qerl_bench.run_setup import on_base_of
 from qerl_core.checks import ConfigError

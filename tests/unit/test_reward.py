@@ -11,8 +11,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build
-from qerl_bench.experiment import collect_rollouts, run_experiment
+from qerl_bench.experiment import collect_rollouts
 from qerl_bench.reward.random import RandomReward
 from qerl_bench.reward.task import TaskReward
 from qerl_bench.task.base import Task

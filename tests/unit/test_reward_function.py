@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from qerl_bench.__main__ import main
+from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build, compose
-from qerl_bench.experiment import run_experiment
 from qerl_bench.sweep.check import check_points
 from qerl_core.checks import ConfigError
 from qerl_core.options.composer import Composer

@@ -19,8 +19,8 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
+from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build
-from qerl_bench.experiment import run_experiment
 from qerl_core.checks import ConfigError, TrainingStopped
 from qerl_core.exits import exit_in_words
 from qerl_core.process.arguments import whole

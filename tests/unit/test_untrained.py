@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build
 from qerl_bench.eval import untrained
 from qerl_bench.eval.task import TaskEvaluation
 from qerl_bench.eval.untrained import OF_TRAINING, OF_TRAINING_IN, key_of_untrained
-from qerl_bench.experiment import run_experiment
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model import remembered
 from qerl_bench.model.remembered import alone, recall, remember

@@ -12,9 +12,9 @@ import pandas as pd
 import pytest
 
 from qerl_bench.commands.eval import main
+from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build
 from qerl_bench.eval.validation import best_step, reduced, spacing
-from qerl_bench.experiment import run_experiment
 from qerl_core.checks import ConfigError
 from qerl_core.options.fingerprint import fingerprint
 from qerl_core.rundir.checkpoints import checkpoints

@@ -21,8 +21,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from qerl_bench.commands.export import main as export
+from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build, compose
-from qerl_bench.experiment import run_experiment
 from tests.models import builds
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "serve.md"

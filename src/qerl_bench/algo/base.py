@@ -48,6 +48,11 @@ class Algorithm(Protocol):
         ...
 
     @property
+    def right_only(self) -> bool:
+        """Whether demonstrations that the task's grader calls wrong are left out; False if none are read."""
+        ...
+
+    @property
     def max_resampling_rounds(self) -> int:
         """How often a step may sample again to replace groups without signal; 0: never, all are kept."""
         ...

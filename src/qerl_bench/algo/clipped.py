@@ -22,6 +22,7 @@ class ClippedAlgorithm:
     epsilon_high: float
 
     on_policy = True
+    right_only = False
     max_resampling_rounds = 0
     on_no_signal = "continue"
 

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -20,7 +21,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from qerl_bench.config import build
-from qerl_bench.parallel import World, is_rank0_output, joined
+from qerl_bench.experiment_spec import Experiment
+from qerl_bench.parallel import ALONE, World, is_rank0_output, joined
 from qerl_bench.sweep.check import check_single, tell_finished, warn_of_single_point
 from qerl_core import __version__
 from qerl_core.checks import ConfigError, require
@@ -28,12 +30,15 @@ from qerl_core.options import user_options
 from qerl_core.options.composer import HYDRA_DEFAULTS, Composer, register_resolvers, resolved
 from qerl_core.options.explain import explain, usage
 from qerl_core.options.names import check_option_names, search_folders
+from qerl_core.process.children import is_child
 from qerl_core.process.failure import failure_in_log
 from qerl_core.process.hidden_packages import hidden_packages
 from qerl_core.process.installation import CONF_DIR
 from qerl_core.process.progress import phase
 from qerl_core.rundir.refusals import nothing_left_if_refused
 from qerl_core.sweeps.points import flags_first, with_swept_axes
+
+log = logging.getLogger(__name__)
 
 
 class HydraBypass(BaseException):
@@ -59,6 +64,26 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
+def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE) -> None:
+    """Make a run, or continue it; draw its figures, and print what came of it. `experiment` is built from `cfg`."""
+    from qerl_bench.experiment import trained
+
+    with trained(experiment, cfg, world) as run:
+        if run is None:
+            return
+        # after the run: pandas, scipy and matplotlib take a second
+        from qerl_studies.figures.run import run_figures
+        from qerl_studies.tables.terminal import no_gradient_warning, places, render, summary
+
+        if experiment.steps:
+            with phase("drawing figures"):
+                run_figures(run.path)
+    table = summary([run.path])
+    if warning := no_gradient_warning(table):
+        log.warning(warning)
+    print("\n".join([*([] if is_child() else [render(table)]), *places(run.path)]))
+
+
 def run(world: World) -> None:
     """Do what the words in sys.argv say."""
 
@@ -67,7 +92,7 @@ def run(world: World) -> None:
         user_options.use(search_folders(HydraConfig.get().runtime))
         check_option_names(cfg, HydraConfig.get().runtime)
         with hidden_packages(), uncollected(), phase("importing PyTorch"):
-            from qerl_bench.experiment import run_experiment
+            import_module("qerl_bench.experiment")
 
         warn_of_single_point(HydraConfig.get())
         try:

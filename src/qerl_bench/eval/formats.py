@@ -20,7 +20,7 @@ from qerl_bench.task.grader.extract import ANSWER_FORMATS
 from qerl_bench.task.grader.last_number import last_number_is
 from qerl_bench.task.prompt_task import PromptTask
 from qerl_core.metrics.compute import mean, repeats_itself
-from qerl_core.records import Prompt
+from qerl_core.records import Group, Prompt
 from qerl_core.rundir.run_dir import RunDir
 
 FILE = "formats.json"
@@ -62,6 +62,13 @@ def report_formats(run: RunDir, task: Task, answers: Sequence[Answer], where: st
     log.info(in_words(found))
     if doubt := doubts(found):
         log.warning("%s: %s", where, "; ".join(doubt))
+
+
+def report_rollouts(run: RunDir, task: Task, groups: Sequence[Group]) -> None:
+    """Say it of the rollouts of step 1, unless an evaluation has."""
+    if not (run.path / FILE).exists():
+        answers = [(one.prompt, one.text, one.finished) for group in groups for one in group.rollouts]
+        report_formats(run, task, answers, "rollouts of step 1", task.max_completion_tokens)
 
 
 def warn(task: Task, evaluation: Evaluation, where: str, limit: int) -> None:

@@ -7,15 +7,21 @@ questions and the same random numbers. Nothing here draws from what training dra
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from qerl_bench.eval.base import Evaluator
+from qerl_bench.eval.paired import read_samples
 from qerl_bench.eval.task import TaskEvaluation, by_question, has_lenient
+from qerl_bench.logger.base import MetricsMirror
 from qerl_bench.task.base import Task
+from qerl_core.rundir.checkpoints import checkpoints, step_of
+from qerl_core.rundir.run_dir import RunDir
 from qerl_core.statistics import over_samples
 
+log = logging.getLogger(__name__)
 POINTS = 5  # of a curve, about, if eval.every leaves it open
 LEAST_STEPS = 10  # between two of these
 SAMPLES = 4  # of each question at most, beside the greedy completion
@@ -80,6 +86,27 @@ def rows_of_validation(rows: Sequence[dict[str, Any]], point: TaskEvaluation) ->
     """Those rows of a whole evaluation that `point` would sample."""
     questions = [*dict.fromkeys(row["question"] for row in rows)][: point.questions]
     return [row for row in rows if row["question"] in questions and row["sample"] < point.samples]
+
+
+def log_validation(run: RunDir, mirror: MetricsMirror, step: int, found: dict[str, float]) -> None:
+    run.log("validation", step, found)
+    mirror.log("validation", step, found)
+    accuracies = [name for name in ("validation/accuracy_greedy", "validation/accuracy_sampled") if name in found]
+    shown = ", ".join(
+        f"{name.removeprefix('validation/')} {found[name]:.3f} +- {found[f'{name}_stderr']:.3f}" for name in accuracies
+    )
+    log.info("validation after step %d, %d questions: %s", step, found["validation/questions"], shown)
+
+
+def validation_of_whole(evaluator: Evaluator, task: Task, run: RunDir, step: int) -> dict[str, float]:
+    """The metrics of the point that the whole evaluation after `step`, which `run` has kept, contains."""
+    rows = read_samples(run.path, step).to_dict("records")
+    return metrics_of_validation(rows_of_validation(rows, reduced(evaluator, task)))
+
+
+def best_checkpoint(run: RunDir) -> int | None:
+    """The step of the checkpoint with the best held-out accuracy so far; None if none has a point of that curve."""
+    return best_step(run.metrics(), map(step_of, checkpoints(run.path)))
 
 
 def best_step(records: Iterable[Mapping[str, Any]], steps: Iterable[int]) -> int | None:

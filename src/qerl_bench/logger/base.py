@@ -27,6 +27,11 @@ class MetricsMirror:
         """Mirror the metrics of one step; `kind` is train, validation or eval. Must not fail the run."""
 
 
+def no_mirror(run_dir: Path, records: list[dict[str, Any]], config: dict[str, Any]) -> MetricsMirror:
+    """Of a process that writes no run."""
+    return MetricsMirror()
+
+
 class ServiceMirror(MetricsMirror):
     """A record of the run at a service. At its first failure it warns and switches itself off.
 

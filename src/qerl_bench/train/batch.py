@@ -10,8 +10,16 @@ from operator import floordiv
 import numpy as np
 import torch
 
+from qerl_bench.algo.base import Algorithm
+from qerl_bench.model.context import require_one_rope
+from qerl_bench.model.policy import Policy
 from qerl_bench.model.shared_prompts import first_with_prompt, prompt_lengths
+from qerl_bench.task.base import Task
+from qerl_bench.train.spec import Specs
+from qerl_core.checks import require
+from qerl_core.records import Group
 
+HOST = torch.device("cpu")  # where a batch is made and split; its parts go to the GPU
 MOST_READ = 2  # tokens of a micro-batch that attention reads, over those that a pass may compute: they are kept too
 
 
@@ -115,3 +123,35 @@ def make_batch(
         sampler_logprobs[mask] = torch.from_numpy(np.array([*chain(*logprobs)], dtype=np.float32))
     advantages = torch.zeros(len(prompts)) if advantages is None else advantages.float()
     return Batch(input_ids, mask, sampler_logprobs, advantages, lengths).to(device)
+
+
+def rollout_batch(groups: list[Group], algo: Algorithm, policy: Policy) -> Batch:
+    """The batch of one RL step, with the advantages of `algo`."""
+    rewards = torch.tensor([[reward.total for reward in group.rewards] for group in groups])  # (P, G)
+    lengths = torch.tensor([[len(rollout.token_ids) for rollout in group.rollouts] for group in groups])  # (P, G)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return make_batch(
+        [rollout.prompt_ids for rollout in rollouts],
+        [rollout.token_ids for rollout in rollouts],
+        policy.pad_id,
+        HOST,
+        [rollout.logprobs for rollout in rollouts],
+        algo.advantages(rewards, lengths).flatten(),
+    )
+
+
+def demonstration_batch(task: Task, specs: Specs, policy: Policy, step: int) -> Batch:
+    """The batch of one supervised step. Raises ConfigError if no demonstration is left."""
+    count = specs.rollout.prompts_per_step
+    demonstrations = task.demonstrations(step, count, specs.seed)
+    if specs.algo.right_only:
+        demonstrations = [one for one in demonstrations if task.reward(one.prompt, one.completion).correct]
+        require(
+            bool(demonstrations),
+            f"algo.right_only=true leaves none of the {count} demonstrations of step {step} of task={task.name}: raise "
+            "rollout.prompts_per_step, or set algo.right_only=false",
+        )
+    prompts, completions = policy.demonstration_ids(demonstrations)
+    lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    require_one_rope(policy.model, lengths, f"a demonstration of task={task.name}")
+    return make_batch(prompts, completions, policy.pad_id, HOST)

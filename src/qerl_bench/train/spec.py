@@ -144,7 +144,7 @@ class CheckpointSpec:
 
 
 class Specs(Protocol):
-    """The specs that updates and their passes read; an `Experiment` has them, and more."""
+    """The specs that updates, their passes and checkpoints read; an `Experiment` has them, and more."""
 
     @property
     def seed(self) -> int: ...
@@ -168,3 +168,7 @@ class Specs(Protocol):
     def train(self) -> TrainSpec: ...
     @property
     def parallel(self) -> ParallelSpec: ...
+    @property
+    def save_every(self) -> int: ...
+    @property
+    def checkpoints(self) -> CheckpointSpec: ...
