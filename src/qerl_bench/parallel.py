@@ -9,7 +9,6 @@ A run in one process is a `World` of size 1, whose operations do nothing, withou
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -32,7 +31,6 @@ Item = TypeVar("Item")
 ANSWER_LIMIT_S = 7200.0  # for the slowest rank to arrive where the others wait for it
 LET_OTHERS_SPEAK_S = 1.0
 STARTED = "TORCHELASTIC_RUN_ID"  # set by torchrun
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # by torchrun too, as torch.distributed.elastic.multiprocessing.errors says
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 OF_TORCHRUN = (
     *(*PLACE, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
@@ -227,13 +225,6 @@ class Ranks(World):
 def is_rank0_output() -> bool:
     """Whether this process says what needs no run: of those that torchrun has started, rank 0 alone."""
     return STARTED not in os.environ or os.environ.get("RANK", "0") == "0"
-
-
-def tell_torchrun(file: Path, message: str) -> None:
-    """Make `message` the root cause in torchrun's report, which looks for it in the `file` of this rank."""
-    told = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}  # without py_callstack, a traceback
-    with suppress(OSError):
-        file.write_text(json.dumps({"message": told}))
 
 
 @contextmanager

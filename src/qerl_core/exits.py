@@ -13,13 +13,13 @@ from pathlib import Path
 
 from hydra.errors import OverrideParseException
 
-from qerl_bench.parallel import ERROR_FILE, tell_torchrun
 from qerl_core.checks import ConfigError, RunLocked, TrainingStopped
 from qerl_core.options.suggestions import unread
 from qerl_core.process.arguments import wrap_lines
 from qerl_core.process.out_of_memory import shortage
 from qerl_core.process.terminal import lasting_output
 from qerl_core.process.termination import Terminated, terminations_raise
+from qerl_core.process.torchrun import ERROR_FILE, tell_torchrun
 from qerl_core.rundir.disk_errors import deleted_folder, failure
 from qerl_core.rundir.refusals import CODE as REFUSED
 from qerl_core.rundir.refusals import REFUSALS
