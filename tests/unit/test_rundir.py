@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from qerl_core.checks import ConfigError
 from qerl_core.rundir.checkpoints import check_checkpoint, is_finished, last_checkpoint
 from qerl_core.rundir.durable import write_atomically
-from qerl_core.rundir.environment import code_digest, cpu_name
+from qerl_core.rundir.environment import code_digest, computing_files, cpu_name
 from qerl_core.rundir.run_checks import check_run_dir
 from qerl_core.rundir.run_dir import RunDir
 from qerl_kernels import decode_configs
@@ -438,7 +438,21 @@ def test_the_environment_tells_the_code_and_what_the_metrics_mean(run: RunDir, m
         return code_digest()
 
     assert edited("nvfp4.py") != first["code"] != edited("update.py")
-    assert edited("style.py") == first["code"]
+    assert all(
+        edited(name) == first["code"] for name in ("style.py", "run_dir.py", "exits.py", "slurm.py", "runner.py")
+    )
+
+
+def test_the_version_of_the_code_is_that_of_what_computes() -> None:
+    """Of the core what numbers are made with; neither words and run folders, nor launchers, commands and readers."""
+    names = {*computing_files()}
+    assert {"qerl_bench/experiment.py", "qerl_bench/quant/nvfp4.py", "qerl_kernels/decode.py"} <= names
+    assert {name for name in names if name.startswith("qerl_core/")} == {
+        *(f"qerl_core/{name}.py" for name in ("checks", "records", "seeding", "statistics", "process/device")),
+        *(f"qerl_core/metrics/{name}.py" for name in ("__init__", "compute", "definitions")),
+    }
+    without = ("qerl_studies/", "qerl_bench/commands/", "qerl_bench/conduct/", "qerl_bench/sweep/", "hydra_plugins/")
+    assert not [name for name in names if name.startswith(without)]
 
 
 def test_the_environment_tells_which_kernel_tables_count(

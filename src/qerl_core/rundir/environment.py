@@ -9,13 +9,13 @@ import sys
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from qerl_core.metrics.definitions import definitions
 from qerl_core.options.user_options import folders, loaded_files
 from qerl_core.process.gpu_share import runs_on_gpu
-from qerl_core.process.installation import PACKAGE
 from qerl_core.rundir.checkout import git, uncommitted
 from qerl_core.rundir.checksums import digest
 
@@ -23,7 +23,12 @@ PACKAGES = (
     *("torch", "transformers", "peft", "bitsandbytes", "triton", "gguf"),
     *("hydra-core", "lm-eval", "wandb", "numpy"),
 )
-ONLY_READ_RUNS = ("studies",)  # packages whose code cannot change the numbers of a run
+COMPUTING = {  # packages whose code makes the numbers of a run: of each what counts, or None for all but what is named
+    "qerl_kernels": None,
+    "qerl_core": ("checks.py", "metrics", "process/device.py", "records.py", "seeding.py", "statistics.py"),
+    "qerl_bench": None,
+}
+WITHOUT_NUMBERS = ("qerl_bench/commands", "qerl_bench/conduct", "qerl_bench/sweep")  # words, studies and launchers
 
 
 @cache
@@ -75,15 +80,32 @@ def kernel_tables(gpu: str | None) -> dict[str, str]:
 
 
 def code_digest() -> str:
-    """First 12 hex digits of the SHA-256 of this project's Python sources, except for ONLY_READ_RUNS."""
-    import qerl_kernels
-
+    """First 12 hex digits of the SHA-256 of the Python sources that compute. Words, reports and launchers have none."""
     state = hashlib.sha256()
-    for package in (PACKAGE, *map(Path, qerl_kernels.__path__)):
-        for file in sorted(package.rglob("*.py")):
-            if file.relative_to(package).parts[0] not in ONLY_READ_RUNS:
-                state.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
+    for name, file in computing_files().items():
+        state.update(f"{name}\0".encode() + file.read_bytes())
     return state.hexdigest()[:12]
+
+
+def computing_files() -> dict[str, Path]:
+    """The sources that the numbers of a run come from, by their names from their package on."""
+    found = {}
+    for package, parts in COMPUTING.items():
+        root = folder_of(package)
+        for file in sorted(root.rglob("*.py")):
+            inside = file.relative_to(root)
+            name = f"{package}/{inside.as_posix()}"
+            counts = parts is None or any(inside.is_relative_to(part) for part in parts)
+            if counts and not any(Path(name).is_relative_to(place) for place in WITHOUT_NUMBERS):
+                found[name] = file
+    return found
+
+
+def folder_of(package: str) -> Path:
+    """Where a package of ours lies, which is not imported for that."""
+    spec = find_spec(package)
+    assert spec is not None and spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0])
 
 
 def cpu_name(described: Path = Path("/proc/cpuinfo")) -> str | None:
