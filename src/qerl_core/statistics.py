@@ -3,7 +3,7 @@
 There are two kinds of mean. The accuracy of one run is a mean over held-out questions; its standard error has a part
 from the choice of questions and a part from sampling (formulas in docs/evaluation.md). An effect is a mean over seeds
 or base models, with Student's t, whose intervals are honest for as few as five seeds. What has no such form is
-resampled (studies/runs/resampling.py).
+resampled (qerl_studies/runs/resampling.py).
 
 Left out: tests by rank or sign, which five seeds can never bring below p = 0.06; the correction for a finite pool of
 questions; the sampling part of pass@k and maj@n, which are not means over samples. SciPy is imported where it is

@@ -1,9 +1,11 @@
-"""conf/<axis>/x.yaml belongs to qerl_bench/<axis>/x.py, and modules lie in rooms, which import downwards only."""
+"""conf/<axis>/x.yaml belongs to qerl_bench/<axis>/x.py; packages import one way, and rooms within them in no circle."""
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from qerl_bench.__main__ import COMMANDS
+from qerl_bench.__main__ import COMMANDS, READERS
 from qerl_core.options.names import load_option
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,23 +45,27 @@ def test_every_shared_module_named_in_contributing_is_shared() -> None:
         assert sum(target in path.read_text() for path in FILES) > 1, name
 
 
-SRC, PACKAGE = ROOT / "src", ROOT / "src" / "qerl_bench"
-FLOORS = (ROOT / "docs" / "architecture.md").read_text().split("## Floors")[1].split("\n\n")[2]
-CONTRACTS = {"checks", "metrics", "parallel", "records", "seeding", "statistics", "options", "process", "rundir"}
-LINES, ROOTS, EXCEPTIONS = 300, 12, 12  # at most: of a file, of modules that lie in no room, and of files in LONG
+SRC, KERNELS = ROOT / "src", ROOT / "kernels"
+PACKAGE = SRC / "qerl_bench"
+MAY_IMPORT = {  # of ours: one way down
+    "qerl_kernels": set(),
+    "qerl_core": {"qerl_kernels"},
+    "qerl_studies": {"qerl_core"},
+    "qerl_bench": {"qerl_kernels", "qerl_core", "qerl_studies"},
+    "hydra_plugins": {"qerl_core", "qerl_bench"},
+}
+PUBLIC = ("qerl_bench.checks", "qerl_bench.records")  # what options of one's own import, by the names of docs/how-to
+LINES, ROOTS, EXCEPTIONS = 300, 12, 2  # at most: of a file, of modules that lie in no room, and of files in LONG
 LONG = {
     "benchmarks/training.py": "the cases of every kernel of training, one after the other",
     "kernels/qerl_kernels/jit_decode_common.py": "what the kernels of decoding are made of, which Triton inlines",
-    "src/qerl_bench/engine/hf_graph.py": "one step of decoding over one set of buffers",
-    "src/qerl_bench/experiment.py": "the loop, read from top to bottom",
-    "src/qerl_core/metrics.py": "the definition of every metric",
 }
 
 
 def modules() -> dict[str, Path]:
     """Every module of the program and of the kernels, by name."""
     found = {}
-    for root in (SRC, ROOT / "kernels"):
+    for root in (SRC, KERNELS):
         for path in root.rglob("*.py"):
             parts = path.relative_to(root).with_suffix("").parts
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
@@ -85,12 +91,14 @@ def imports() -> dict[str, set[str]]:
     return {name: {*imported(path)} - {name} for name, path in MODULES.items()}
 
 
+def package_of(module: str) -> str:
+    return module.split(".")[0]
+
+
 def room(module: str) -> str:
-    """The package of a module, as docs/architecture.md has it; the module itself if that lies in none."""
+    """The folder of a module in its package; the module itself if that lies in none."""
     package, *inner = module.split(".")
-    if package != "qerl_bench" or not inner:
-        return package
-    return "/".join(inner[:2] if inner[0] == "studies" else inner[:1])
+    return "/".join([package, *inner[:1]]) if package in ("qerl_core", "qerl_studies", "qerl_bench") else package
 
 
 def between_rooms() -> dict[str, set[str]]:
@@ -109,28 +117,85 @@ def circle(graph: Mapping[str, set[str]]) -> list[str]:
     return []
 
 
+def test_packages_import_one_way() -> None:
+    assert {package_of(name) for name in MODULES} == MAY_IMPORT.keys() | {"run"}
+    for module, others in imports().items():
+        if (package := package_of(module)) != "run":
+            assert {package_of(other) for other in others} - {package} <= MAY_IMPORT[package], module
+
+
 def test_neither_files_nor_rooms_import_in_a_circle() -> None:
     assert circle(imports()) == []
     assert circle(between_rooms()) == []
 
 
-def test_modules_import_from_their_floor_or_below() -> None:
-    rows = re.split(r"\n    (?=\S)", f"\n{FLOORS}")[1:]
-    floor = {
-        name: number for number, row in enumerate(rows) for name in re.findall(r"([\w/]+)(?:\.py|/)(?=[,\s]|$)", row)
+def test_every_package_and_room_is_in_architecture_md() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text().split("## Packages")[1].split("\n## ")[0]
+    shown = {
+        f"{package}/{name}"
+        for package, block in re.findall(r"### (\w+)\n\n((?:    .*\n)+)", text)
+        for name in re.findall(r"(\w+)(?:\.py|/)(?=[,\s]|$)", block.replace("(hydra_plugins/)", ""))
     }
-    ours = {room(name) for name in MODULES if name.startswith(("qerl_bench.", "hydra_plugins."))} - {"studies"}
-    assert floor.keys() == ours, "docs/architecture.md has no floor for these, or one for what is gone"
-    upward = {(one, other) for one in ours for other in between_rooms()[one] & ours if floor[other] < floor[one]}
-    assert upward == set()
+    assert shown == {room(name) for name in MODULES if room(name).count("/")} - {
+        name.replace(".", "/") for name in PUBLIC
+    }
 
 
-def test_what_reads_runs_imports_nothing_of_what_makes_them() -> None:
-    for module, others in imports().items():
-        if room(module).startswith("studies/") and room(module) != "studies/conduct":
-            allowed = {name for name in others if room(name).startswith("studies/") or room(name) in CONTRACTS}
-            assert others - allowed <= {"qerl_bench", "qerl_core.sweeps.points"}, module
-            assert not any(room(name) == "studies/conduct" for name in others), module
+def test_public_names_are_those_of_the_core_and_nothing_of_ours_uses_them() -> None:
+    for name in PUBLIC:
+        text = MODULES[name].read_text()
+        assert f"from {name.replace('qerl_bench', 'qerl_core')} import *" in text and len(text.splitlines()) < 5
+        assert not [module for module, others in imports().items() if name in others]
+
+
+# In front of the path of a program: whoever imports one of these fails.
+FORBIDDEN = ("torch", "transformers", "peft", "safetensors")
+ALL_OF_STUDIES = [name for name in sorted(MODULES) if package_of(name) == "qerl_studies"]
+
+
+@pytest.fixture(scope="module")
+def forbidding(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("forbidding")
+    for name in FORBIDDEN:
+        (folder / f"{name}.py").write_text(f"raise AssertionError('{name} is imported')\n")
+    return folder
+
+
+def run_without_torch(folder: Path, code: str, *words: str) -> subprocess.CompletedProcess[str]:
+    start = f"import sys; sys.path[:0] = {[str(folder), str(SRC), str(KERNELS)]!r}\n{code}"
+    return subprocess.run([sys.executable, "-c", start, *words], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_what_reads_runs_imports_neither_torch_nor_its_libraries(forbidding: Path) -> None:
+    done = run_without_torch(forbidding, f"for name in {ALL_OF_STUDIES!r}: __import__(name)")
+    assert done.returncode == 0, done.stderr
+    assert run_without_torch(forbidding, "import qerl_bench.experiment").returncode == 1
+
+
+RUNS = "tests/assets/runs"
+READING = [  # each with rc 0
+    ["claims", RUNS, "out={out}/claims"],
+    ["collect", RUNS, "out={out}/study"],
+    ["report", RUNS, "out={out}/report"],
+    ["compare", f"{RUNS}/nvfp4-exp-grpo-r32-s0-a101d16e", f"{RUNS}/nvfp4-none-grpo-r32-s0-d8a0f9b2"],
+    ["status", RUNS],
+    ["matrix", "studies/tiny/data", "out={out}/matrix.md"],
+    ["plan", "studies/tiny/data"],
+    ["check", "community/example-smoke"],
+    ["figure", "reward", RUNS, "out={out}"],
+    ["verdicts", "studies/fp16", "out={out}/verdicts"],
+    ["publish", "community/example-smoke", "out={out}/published"],
+    ["run", "--explain", "optim.lr"],
+    ["run", "--help"],
+]
+
+
+@pytest.mark.parametrize("words", READING, ids=lambda words: " ".join(words[:2]))
+def test_commands_that_read_runs_need_no_torch(forbidding: Path, tmp_path: Path, words: list[str]) -> None:
+    assert {name for name, *_ in READING} >= READERS
+    words = [word.format(out=tmp_path) for word in words]
+    done = run_without_torch(forbidding, "from qerl_bench.__main__ import main; sys.exit(main(sys.argv[1:]))", *words)
+    assert done.returncode == 0, done.stderr
 
 
 def test_each_room_says_what_belongs_there() -> None:
@@ -141,25 +206,31 @@ def test_each_room_says_what_belongs_there() -> None:
 def test_places_of_changes_exist() -> None:
     """Files and names that CONTRIBUTING sends a change to, options apart."""
     text = (ROOT / "CONTRIBUTING.md").read_text().split("## Change what is no option")[1].split("\n## ")[0]
-    for place in re.findall(r"`((?:commands|\w+)/[\w/]+\.py|\w+\.py)`", text):
+    places = re.findall(r"`((?:\w+/)*[\w]+\.py)`", text)
+    assert places
+    for place in places:
         assert (PACKAGE / place).is_file() or (SRC / place).is_file() or "NAME" in place, place
 
 
 def test_the_root_shows_the_loop() -> None:
-    assert len({path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}) <= ROOTS
+    named = {name.split(".")[1] for name in PUBLIC}
+    assert len({path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__", *named}) <= ROOTS
 
 
 def test_files_are_short() -> None:
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in MODULES.values()}
+    files = [*MODULES.values(), *(ROOT / "benchmarks").rglob("*.py")]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
     assert {name for name, length in lengths.items() if length > LINES} == LONG.keys()
     assert len(LONG) <= EXCEPTIONS
 
 
 def test_each_subcommand_lies_in_a_file_of_its_name() -> None:
-    assert {path.stem for path in PACKAGE.glob("commands/*.py")} == {*COMMANDS, "exits", "__init__"}
+    reading = {path.stem for path in SRC.glob("qerl_studies/commands/*.py")} - {"__init__"}
+    making = {path.stem for path in SRC.glob("qerl_bench/commands/*.py")} - {"__init__"}
+    assert reading == READERS and making == COMMANDS.keys() - READERS
 
 
 def test_no_two_public_classes_have_one_name() -> None:
-    sources = [path.read_text() for name, path in MODULES.items() if name.startswith("qerl_bench")]
+    sources = [path.read_text() for name, path in MODULES.items() if room(name).count("/")]
     classes = Counter(name for text in sources for name in re.findall(r"(?m)^class ([A-Z]\w*)", text))
     assert [name for name, count in classes.items() if count > 1] == []

@@ -72,9 +72,9 @@ def command(site: Path, tmp_path: Path) -> Command:
 
 
 def test_the_wheel_holds_every_file_that_the_package_reads(site: Path) -> None:
-    (package,) = site.glob("lib/python*/site-packages/qerl_bench")
-    for folder, there in (("src/qerl_bench", package), ("conf", package / "conf"), ("kernels/qerl_kernels", None)):
-        there = there or package.parent / "qerl_kernels"
+    (packages,) = site.glob("lib/python*/site-packages")
+    ours = ("src/qerl_core", "src/qerl_studies", "src/qerl_bench", "kernels/qerl_kernels")
+    for folder, there in (*((one, packages / Path(one).name) for one in ours), ("conf", packages / "qerl_core/conf")):
         files = [file for file in (ROOT / folder).rglob("*") if file.is_file() and "__pycache__" not in file.parts]
         assert files and not [file for file in files if not (there / file.relative_to(ROOT / folder)).is_file()]
 

@@ -438,9 +438,8 @@ def test_the_environment_tells_the_code_and_what_the_metrics_mean(run: RunDir, m
         return code_digest()
 
     assert edited("nvfp4.py") != first["code"] != edited("update.py")
-    assert all(
-        edited(name) == first["code"] for name in ("style.py", "run_dir.py", "exits.py", "slurm.py", "runner.py")
-    )
+    for name in ("style.py", "run_dir.py", "exits.py", "slurm.py", "runner.py"):
+        assert edited(name) == first["code"], name
 
 
 def test_the_version_of_the_code_is_that_of_what_computes() -> None:

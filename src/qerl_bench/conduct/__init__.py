@@ -1,1 +1,1 @@
-"""Runs a study within a time: probes of its bases, then its arms. May import the trainer."""
+"""Runs a study within a time: probes of its bases, then its arms."""

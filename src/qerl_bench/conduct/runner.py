@@ -171,7 +171,7 @@ def archive(
 
 def parser_of(description: str | None) -> KeyValueParser:
     parser = KeyValueParser(description)
-    parser.add_argument("study", type=Path, help="the YAML file of the study (studies/design/design.py)")
+    parser.add_argument("study", type=Path, help="the YAML file of the study (qerl_studies/design/design.py)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="when to end (default: when all is done)")
     parser.add_argument("--slots", type=int, default=None, help="processes at a time (default: one per GPU, or one)")
     parser.add_argument("--mps", action="store_true", help="processes of one GPU side by side, by NVIDIA's MPS")

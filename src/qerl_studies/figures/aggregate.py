@@ -2,7 +2,7 @@
 16-bit weights, and performance profile, each with a stratified bootstrap interval.
 
 Settings (a learning rate with its noise, say) take the place of their tasks, so seeds are drawn anew within each
-setting. Claims are evaluated within one setting (studies/claims/evaluate.py); this is an overview.
+setting. Claims are evaluated within one setting (qerl_studies/claims/evaluate.py); this is an overview.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The verdicts in words: claims.md, and what the study page (studies/report/study_page.py) says about each claim."""
+"""The verdicts in words: claims.md, and what the study page (report/study_page.py) says about each claim."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from qerl_studies.runs.settings import by_scope
 from qerl_studies.tables import terminal
 
 MOST_RUNS = 3_000  # of one page: about 3 MB
-COLUMNS = {  # of the table of runs: heading, name in studies/tables/terminal.py, format
+COLUMNS = {  # of the table of runs: heading, name in qerl_studies/tables/terminal.py, format
     "accuracy at step 0": ("greedy_start", ".1%"),
     "greedy": ("greedy_final", ".1%"),
     "lenient at step 0": ("lenient_start", ".1%"),
