@@ -107,7 +107,9 @@ def _formats_here(design: Design) -> list[str]:
 
     def lacking(arm: Arm) -> str | None:
         words = design.words(arm, design.bases[0], design.seeds[0], sigma=1.0 if arm.dosed else None)
-        return build(compose(words)).quant.unsupported_reason(device)
+        experiment = build(compose(words))
+        experiment.check_calibration()
+        return experiment.quant.unsupported_reason(device)
 
     for arm in design.arms:
         reason = lacking(arm) or lacking(design.plain(design.format_of(arm)))
