@@ -36,6 +36,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("options", nargs="*", help="options of a run, such as model=tiny")
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder to write to (default: figures)")
+    parser.add_argument(
+        "--formats", nargs="+", default=["nvfp4", "mxfp4", "nf4"], help="weight formats (default: 4 bits)"
+    )
+    parser.add_argument(
+        "--quantizers", nargs="+", default=["rtn", "mse", "awq", "gptq"], help="quantizers (default: all)"
+    )
     given = parser.parse_args(arguments)
     with hidden_packages():
         from qerl_bench.model.load import load_packed
@@ -46,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     text = build(compose([*given.options, "quant=nvfp4", "quantizer=awq"])).quantizer.calibration
     assert text is not None
     tables = []
-    for quant, quantizer in product(("nvfp4", "mxfp4", "nf4"), ("rtn", "mse", "awq", "gptq")):
+    for quant, quantizer in product(given.formats, given.quantizers):
         experiment = build(compose([*given.options, f"quant={quant}", f"quantizer={quantizer}"]))
         base = base_checkpoint(experiment.model, experiment.task, experiment.root)
         with_text: Any = WithText(experiment.quantizer, text)
