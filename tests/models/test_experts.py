@@ -305,7 +305,7 @@ def test_quantizers_that_need_inputs_refuse_experts_and_mse_packs_them() -> None
         quantize_model(copy.deepcopy(_base("qwen3_moe")), FORMATS["nvfp4"], quantizer=gptq)
     name = "model.layers.0.mlp.experts.down_proj"
     errors = [
-        quantize_model(copy.deepcopy(_base("qwen3_moe")), FORMATS["nvfp4"], **options)[name].relative_error
+        quantize_model(copy.deepcopy(_base("qwen3_moe")), FORMATS["nvfp4"], **options).reports[name].relative_error
         for options in ({}, {"quantizer": BlockScaleSearch(name="mse", scale_multipliers=[0.75, 1.5])})
     ]
     assert errors[1] < errors[0]
@@ -450,9 +450,9 @@ def test_the_command_loads_every_way_of_a_published_gpt_oss(
     experiment = make_experiment()
     spec = _Folder(folder)
     rtn = experiment.quantizer
-    plain, _, _ = load_packed(spec, BF16(name="bf16"), rtn, experiment.task, None, "cpu")
+    plain, *_ = load_packed(spec, BF16(name="bf16"), rtn, experiment.task, None, "cpu")
     assert all(torch.equal(plain.get_parameter(path), weight) for path, weight in expected.items())
-    packed, _, reports = load_packed(spec, FORMATS["mxfp4"], rtn, experiment.task, None, "cpu")
+    packed, _, reports, *_ = load_packed(spec, FORMATS["mxfp4"], rtn, experiment.task, None, "cpu")
     assert reports.keys() == expected.keys() and all(report.bits_per_weight == 4.25 for report in reports.values())
     logits = [model.float()(IDS).logits for model in (plain, packed)]
     torch.testing.assert_close(*logits, rtol=0, atol=1e-4)

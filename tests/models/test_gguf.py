@@ -77,7 +77,7 @@ def loaded(file: Path, cache: Path, **changes: Any) -> Any:
     experiment = build(cfg)
     spec = hub(file, **changes)
     base = base_checkpoint(spec, experiment.task, str(cache))
-    model, _, _ = load_packed(spec, experiment.quant, experiment.quantizer, experiment.task, base, "cpu")
+    model, *_ = load_packed(spec, experiment.quant, experiment.quantizer, experiment.task, base, "cpu")
     return model
 
 

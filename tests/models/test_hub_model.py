@@ -221,7 +221,7 @@ def test_remote_code_runs_only_if_it_is_allowed_and_is_then_recorded(
     assert trace.exists() and trusted.remote_code() == {"own.py": hashlib.sha256(code.encode()).hexdigest()}
     cfg = compose(["model=hub", f"model.id={copy}", "model.trust_remote_code=true", "model.dtype=float32"])
     experiment = build(cfg)
-    model, _, _ = load_packed(experiment.model, experiment.quant, experiment.quantizer, experiment.task, None, "cpu")
+    model, *_ = load_packed(experiment.model, experiment.quant, experiment.quantizer, experiment.task, None, "cpu")
     assert type(model).__name__ == "OwnModel"
 
 
@@ -237,7 +237,7 @@ def test_a_head_that_differs_from_the_embedding_is_kept_though_config_ties_them(
     head = tensors["model.embed_tokens.weight"] * factor
     save_file({**tensors, "lm_head.weight": head}, file, {"format": "pt"})
     experiment = build(compose(["model=hub", f"model.id={copy}", "model.dtype=float32"]))
-    model, _, _ = load_packed(experiment.model, experiment.quant, experiment.quantizer, experiment.task, None, "cpu")
+    model, *_ = load_packed(experiment.model, experiment.quant, experiment.quantizer, experiment.task, None, "cpu")
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied  # type: ignore[union-attr]
     assert torch.equal(model.lm_head.weight, head.float())  # type: ignore[arg-type]
     assert ("lm_head.weight is the embedding, and the two differ" in caplog.text) == (not tied)
@@ -274,7 +274,7 @@ def test_the_text_part_of_a_multimodal_model_is_loaded_alone(kind: str, quant: s
     assert type(text) in MODEL_FOR_CAUSAL_LM_MAPPING and text.model_type != kind
     experiment = build(compose(["model=hub", f"model.id={folder}", f"quant={quant}", "model.dtype=float32"]))
     experiment.model.check(MESSAGES)
-    model, _, _ = load_packed(experiment.model, experiment.quant, experiment.quantizer, experiment.task, None, "cpu")
+    model, *_ = load_packed(experiment.model, experiment.quant, experiment.quantizer, experiment.task, None, "cpu")
     assert not [name for name, _ in model.named_modules() if "vision" in name]
     if quant == "bf16":
         whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()

@@ -191,7 +191,7 @@ def test_a_packed_folder_is_compared_with_its_dequantized_weights(
 ) -> None:
     packed = tmp_path / "packed"
     made = experiment("llama", "quant=nvfp4")
-    model, tokenizer, _ = load_packed(made.model, made.quant, made.quantizer, made.task, None, "cpu")
+    model, tokenizer, *_ = load_packed(made.model, made.quant, made.quantizer, made.task, None, "cpu")
     export(model, tokenizer, made.quant, packed)
     again = build(compose([*builds.WORDS, f"model.id={packed}", f"root={tmp_path}", "quant=nvfp4"]))
     assert Checked(again, packed).gaps()["sampled_gap"] < CLOSE

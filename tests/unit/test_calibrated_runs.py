@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build
-from qerl_bench.experiment import run_experiment
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.byte_tokenizer import byte_tokenizer
 from qerl_bench.model_setup import build_policy

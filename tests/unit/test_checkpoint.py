@@ -203,7 +203,8 @@ def test_the_harness_loads_plain_and_packed_folders(tmp_path: Path) -> None:
     def load(model: Path, *words: str) -> tuple[Any, Any, Any]:
         chosen = ["model=qwen2.5-0.5b-instruct", f"model.id={model}", "device=cpu", *words]
         experiment = build(compose(chosen))
-        return load_packed(experiment.model, experiment.quant, experiment.quantizer, experiment.task, None, "cpu")
+        loaded = load_packed(experiment.model, experiment.quant, experiment.quantizer, experiment.task, None, "cpu")
+        return loaded.model, loaded.tokenizer, loaded.layers
 
     ours, tokenizer, reports = load(plain, "quant=nvfp4")
     assert _bytes_of(ours) == _bytes_of(_packed(FORMATS["nvfp4"]))

@@ -374,7 +374,7 @@ def test_arms_with_the_weights_of_their_format_share_its_policy_and_no_number_te
     shared = found()
     assert [f"{one.quant.name} {one.quantizer.name}" for one, *_ in built] == ["bf16 rtn", "nvfp4 rtn", "nvfp4 mse"]
     monkeypatch.setattr(probe_process, "weights_key", lambda experiment: str(id(experiment)))
-    assert found() == shared and len(built) == 6
+    assert found() == shared and len(built) == 7  # each format is asked, and each arm has a dose
     assert min(shared["doses"][arm]["sigma"] for arm in ("mixed", "plain", "adapters")) > 0
 
 

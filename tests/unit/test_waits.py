@@ -88,7 +88,7 @@ def test_an_update_waits_once_however_many_micro_batches_it_has(
 
     # What follows is on the host.
     stand_in(module.StepAccumulator, include=lambda *_: setattr(reads, "on", False), metrics=lambda *_: {})
-    stand_in(module.metrics, taught_frac=lambda *_: 1.0)
+    stand_in(module.compute, taught_frac=lambda *_: 1.0)
     stand_in(lm_head, require_logprobs=lambda _: None)  # not called on a GPU
     to_host = module.to_host
 
