@@ -13,7 +13,7 @@ from typing import NamedTuple
 from qerl_bench.parallel import is_rank0_output, refuse_ranks
 from qerl_core import __version__
 from qerl_core.exits import exit_in_words, one_line_warnings
-from qerl_core.options.user_options import refuse_flag, with_search_path
+from qerl_core.options import user_options
 from qerl_core.process.arguments import wrapped
 from qerl_core.process.children import end_with_parent
 from qerl_core.process.terminal import lasting_output
@@ -24,7 +24,7 @@ class Command(NamedTuple):
 
     summary: str
     stopped: str = "stopped"  # what Ctrl-C prints
-    composes: bool = False  # configs of options, or reads claims, so that --config-dir means something
+    composes: bool = False  # configs of options, or reads claims, and so takes the words of --config-dir
     shared: bool = False  # by the ranks that torchrun starts
 
 
@@ -105,9 +105,10 @@ def main(words: list[str] | None = None) -> int:
         end_with_parent()
         if not command.shared:
             refuse_ranks(name)
+        rest = user_options.with_search_path(rest)
+        user_options.use(user_options.folders_in(rest))
         if not command.composes:
-            refuse_flag(name, rest)
-        rest = with_search_path(rest)
+            _, rest = user_options.split_search_path(rest)
         package = "qerl_studies" if name in READERS else "qerl_bench"
         module = import_module(f"{package}.commands.{name}")
         if hasattr(module, "USAGE") and {"-h", "--help"} & {*rest}:  # the others are helped by Hydra or argparse

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,11 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from hydra_plugins.process_launcher.launcher import ProcessLauncher
-from qerl_bench.__main__ import main
+from qerl_bench.__main__ import COMMANDS, READERS, main
 from qerl_bench.conduct.runner import parsed, parser_of, prepared
 from qerl_bench.config import build, compose
 from qerl_core.checks import ConfigError
+from qerl_core.options import user_options
 from qerl_core.options.composer import HYDRA_DEFAULTS
 from qerl_core.options.explain import usage
 from qerl_core.options.user_options import folders, with_search_path, words_in_use
@@ -56,13 +59,22 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
         with_search_path(["--config-dir", str(tmp_path), "hydra.searchpath=[x]"])
 
 
-@pytest.mark.parametrize("command", ["status", "collect", "compare", "matrix"])
-def test_a_command_that_composes_nothing_refuses_the_flag(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", [*COMMANDS])
+def test_every_command_accepts_the_flag_and_puts_the_folder_in_use(
+    command: str, tmp_path: Path, stand_in: Callable[..., None]
 ) -> None:
-    with pytest.raises(SystemExit) as end:
-        main([command, f"--config-dir={tmp_path}"])
-    assert end.value.code == 2 and "--config-dir" in capsys.readouterr().err
+    """A command that composes nothing gets its other words alone."""
+    folder = tmp_path / "it's mine"
+    folder.mkdir()
+    package = "qerl_studies" if command in READERS else "qerl_bench"
+    given: list[list[str]] = []
+    module = import_module(f"{package}.commands.{command}")
+    stand_in(module, main=lambda words: given.append([*words]))
+    stand_in(user_options, _in_use=[])
+    assert main([command, "--config-dir", str(folder), "a=b"]) == 0
+    assert folders() == [CONF_DIR, folder]
+    (words,) = given
+    assert words[0] == "a=b" and len(words) == (2 if COMMANDS[command].composes else 1)
 
 
 def test_sweeps_studies_and_help_know_the_folder(tmp_path: Path) -> None:

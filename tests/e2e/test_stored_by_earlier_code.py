@@ -250,3 +250,15 @@ def test_a_run_with_an_own_option_is_evaluated_with_its_folder(capsys: pytest.Ca
     printed(capsys, "eval", OWN / "runs" / HALVING, "eval.samples=2", "out=again", "--config-dir", OWN / "mine")
     tables = [pd.read_parquet(folder / "samples.parquet") for folder in (OWN / "runs" / HALVING, Path("again"))]
     assert [*tables[0]["completion"]] == [*tables[1]["completion"]]
+
+
+@pytest.mark.parametrize("words", [(), ("quant=nvfp4", "questions=4")], ids=["merged", "in few bits"])
+def test_a_run_with_an_own_option_is_exported_with_its_folder(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = OWN / "runs" / HALVING
+    with pytest.raises(SystemExit):
+        main(["export", str(run), *words, "out=refused"])
+    assert "aqn._target_=halving.Halving" in (said := capsys.readouterr().err) and "--config-dir" in said
+    printed(capsys, "export", run, *words, "out=exported", "--config-dir", OWN / "mine")
+    assert [*Path("exported").glob("*.safetensors")]

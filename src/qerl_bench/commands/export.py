@@ -31,7 +31,8 @@ from qerl_bench.model.base import source_of
 from qerl_bench.quant.packed_config import config_entry
 from qerl_core.checks import naming, one_of, require
 from qerl_core.options import user_options
-from qerl_core.options.names import load_option
+from qerl_core.options.fingerprint import as_dict
+from qerl_core.options.names import load_option, refuse_foreign_classes
 from qerl_core.process.arguments import split_words
 from qerl_core.process.cards import require_gpu
 from qerl_core.process.hidden_packages import hidden_packages
@@ -135,7 +136,7 @@ def asked_of(
 
     Raises ConfigError for a key that is not known, a folder that is none, or not new, and a missing checkpoint.
     """
-    others, chosen = split_words(words, ("out",), usage)
+    others, chosen = split_words(user_options.split_search_path(words)[1], ("out",), usage)
     given = dict(word.split("=", 1) for word in others)
     unknown = sorted(given.keys() - {*known, "checkpoint", "device"})
     require(not unknown, f"{', '.join(unknown)} is no key of this command; {usage}")
@@ -143,6 +144,7 @@ def asked_of(
     out = Path(chosen["out"])
     check_new_folder(out)
     cfg = stored_config(run_dir)
+    refuse_foreign_classes(as_dict(cfg), "", user_options.folders())
     cfg.device = given.get("device", cfg.device)
     checkpoint = chosen_checkpoint(run_dir, given.get("checkpoint", "last"), cfg.steps)
     check_checkpoint(checkpoint)

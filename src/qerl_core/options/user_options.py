@@ -6,6 +6,7 @@ env.json to whoever repeats the command. Hydra's own flag does none of this.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
@@ -43,10 +44,10 @@ def with_search_path(words: Sequence[str]) -> list[str]:
     return [*others, *search_path(folders)]
 
 
-def refuse_flag(command: str, words: Iterable[str]) -> None:
-    """Raise ConfigError if --config-dir is among the words of a command that composes no config."""
-    given = [word for word in words if word.partition("=")[0] in FLAGS]
-    require(not given, f"qerl-bench {command} takes no {' '.join(given)}: it composes no options; leave it out")
+def folders_in(words: Iterable[str]) -> list[Path]:
+    """The folders that the override of `search_path` among `words` names."""
+    given = " ".join(split_search_path(words)[0]).replace(r"\'", "\0")
+    return [Path(place.replace("\0", "'")) for place in re.findall(r"file://([^',\]]+)", given)]
 
 
 def split_search_path(words: Iterable[str]) -> tuple[list[str], list[str]]:
