@@ -73,8 +73,8 @@ log = logging.getLogger(__name__)
 def trained(experiment: Experiment, cfg: DictConfig, world: World = ALONE) -> Iterator[RunDir | None]:
     """Run, or continue, one experiment in its run directory. `cfg` is the resolved config it was built from.
 
-    All ranks of `world` call this; rank 0 writes the run. Gives its folder with all steps made, to be looked at, and
-    marks the run as finished behind that; None on other ranks, and if another process has finished it.
+    All ranks of `world` call this; rank 0 writes the run. Gives its folder, finished, to be looked at; None on other
+    ranks, and if another process has finished it.
     """
     require_places(experiment, world)
     device = prepare_device(experiment.device, experiment.quant)
@@ -95,10 +95,10 @@ def trained(experiment: Experiment, cfg: DictConfig, world: World = ALONE) -> It
         if not world.first:
             yield None
             return
-        yield run
         run.finish(collapsed, best_checkpoint(run))
         if collapsed:
             log.warning("%s: training has destroyed the policy: %s. Use a smaller optim.lr", run.path, collapsed)
+        yield run
 
 
 def run_steps(setup: Setup, config: dict[str, Any]) -> None:

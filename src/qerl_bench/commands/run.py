@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -71,17 +72,26 @@ def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE
     with trained(experiment, cfg, world) as run:
         if run is None:
             return
-        # after the run: pandas, scipy and matplotlib take a second
-        from qerl_studies.figures.run import run_figures
-        from qerl_studies.tables.terminal import no_gradient_warning, places, render, summary
-
         if experiment.steps:
-            with phase("drawing figures"):
-                run_figures(run.path)
+            draw_figures(run.path)
+    from qerl_studies.tables.terminal import no_gradient_warning, places, render, summary
+
     table = summary([run.path])
     if warning := no_gradient_warning(table):
         log.warning(warning)
     print("\n".join([*([] if is_child() else [render(table)]), *places(run.path)]))
+
+
+def draw_figures(run_dir: Path) -> None:
+    """Draw the figures of a finished run. They are for looking at: what keeps them from being drawn is a warning."""
+    try:
+        with phase("drawing figures"):  # pandas, scipy and matplotlib take a second to import
+            from qerl_studies.figures.run import run_figures
+
+            run_figures(run_dir)
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}".partition("\n")[0]
+        log.warning("%s is finished, but its figures are not drawn: %s. Later: qerl-bench report", run_dir, words)
 
 
 def run(world: World) -> None:
