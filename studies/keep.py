@@ -87,11 +87,11 @@ def cut_probes(folder: Path, small: bool = False) -> None:
     rows: Any = pd.read_parquet(file)
     schema = parquet.read_schema(file)
     if small:
-        rows = rows.drop(columns="entropy").assign(
+        rows = rows.drop(columns="entropy", errors="ignore").assign(
             completion=rows["completion"].where(rows["temperature"] == 0),
             tokens=(rows["tokens"] / TOKENS).round() * TOKENS,
         )
-        schema = schema.remove(schema.get_field_index("entropy"))
+        schema = pa.schema([field for field in schema if field.name != "entropy"])
     told = rows["question"][rows["completion"].notna()].unique()[:TEXTS]
     for column in ("answer", "completion"):
         rows[column] = rows[column].where(rows["question"].isin(told))
