@@ -15,7 +15,8 @@ Of runs collected in one folder it keeps all series; all else as above.
     python studies/keep.py studies/real-2026/first-look/data/formats-05b
 
 Of a folder that probes packed it keeps all answers, the texts of the first questions, entropies in
-half precision, which is three digits, and the probes as gzip.
+half precision, which is three digits, and the probes as gzip. With `--small` it keeps less of many answers: greedy
+texts alone, lengths as above, and no entropies of single answers; the probes have their means.
 """
 
 from __future__ import annotations
@@ -68,9 +69,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, help="a folder with study.yaml and data/, or what probes packed")
     parser.add_argument("--bits", type=int, default=16, help="digits of two that noisy values keep (default: 16)")
+    parser.add_argument("--small", action="store_true", help="keep less of the answers that probes packed")
     options = parser.parse_args(arguments)
     if (options.study / archive.ANSWERS).is_file():
-        cut_probes(options.study)
+        cut_probes(options.study, options.small)
     elif (options.study / TIDY).is_file():
         pack_runs(pd.read_parquet(options.study / TIDY), options.study / TIDY, options.bits)
         pack_answers(options.study / ANSWERS)
@@ -79,15 +81,23 @@ def main(arguments: list[str] | None = None) -> None:
         cut_runs(options.study, options.bits)
 
 
-def cut_probes(folder: Path) -> None:
+def cut_probes(folder: Path, small: bool = False) -> None:
     """Cut what probes packed; what was cut before stays as it is."""
     file = folder / archive.ANSWERS
     rows: Any = pd.read_parquet(file)
+    schema = parquet.read_schema(file)
+    if small:
+        rows = rows.drop(columns="entropy", errors="ignore").assign(
+            completion=rows["completion"].where(rows["temperature"] == 0),
+            tokens=(rows["tokens"] / TOKENS).round() * TOKENS,
+        )
+        schema = pa.schema([field for field in schema if field.name != "entropy"])
     told = rows["question"][rows["completion"].notna()].unique()[:TEXTS]
     for column in ("answer", "completion"):
         rows[column] = rows[column].where(rows["question"].isin(told))
-    rows["entropy"] = rows["entropy"].astype("float16").astype("float32")
-    write_compact(rows, ["temperature", "question", "quant", "base", "sample"], parquet.read_schema(file), file)
+    if "entropy" in rows:
+        rows["entropy"] = rows["entropy"].astype("float16").astype("float32")
+    write_compact(rows, ["temperature", "question", "quant", "base", "sample"], schema, file)
     zip_json(folder)
     print(f"{file}: {len(rows)} answers, texts of {len(told)} questions")
 
