@@ -402,7 +402,7 @@ def test_exported_experts_come_back_bit_for_bit(name: str, kind: str, tmp_path: 
 def test_routers_have_the_same_values_in_whichever_dtype_they_are_stored(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """transformers before 5.24 keeps them in 16 bits, later ones in 32: a base that one wrote goes on with the other."""
+    """transformers keeps them in 16 bits before 5.24 and in 32 from then on: a base of one goes on with the other."""
     model = placed(_packed(name), "cpu", torch.bfloat16)
     gates = {key for key in model.state_dict() if key.endswith(".gate.weight")}
     for key in gates:

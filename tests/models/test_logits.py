@@ -143,7 +143,7 @@ def test_packing_is_left_where_it_would_mix_sequences(
 
 @pytest.mark.parametrize("name", [name for name in known() if TABLE[name].verdict == "works"])
 def test_no_family_loses_the_packed_training_that_the_table_has(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A release of transformers may say that SDPA does not fit a family, as 5.24 of Gemma 2: a run would only be slow."""
+    """A release of transformers may take SDPA from a family, as 5.24 from Gemma 2: a run would only be slow."""
     with caplog.at_level("INFO"):
         packs = prepare_attention(decoder_of(_model(name)))
     assert packs == (TABLE[name].padding == "skipped"), caplog.text
