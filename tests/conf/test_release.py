@@ -11,7 +11,8 @@ import yaml
 from qerl_bench import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
-HEADING, *LINES = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1].splitlines()
+SECTIONS = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
+HEADING, *LINES = next(section for section in SECTIONS if not section.startswith("[Unreleased]")).splitlines()
 VERSION, DAY = HEADING.split(" - ")
 CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text())
 

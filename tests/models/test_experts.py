@@ -331,7 +331,7 @@ def test_experts_without_kernels_name_their_reference() -> None:
 # --- checkpoints ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "nemotron_h", "qwen3_5_moe_text"])
 def test_experts_stored_one_by_one_are_read_as_transformers_reads_them(name: str, tmp_path: Path) -> None:
     build(name, tmp_path)
     model, reader = skeleton(tmp_path, torch.bfloat16), CheckpointReader(tmp_path, "cpu")
@@ -341,6 +341,17 @@ def test_experts_stored_one_by_one_are_read_as_transformers_reads_them(name: str
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         assert tensor.dtype == found[key].dtype and torch.equal(tensor, found[key]), key
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "glm4_moe", "nemotron_h"])
+def test_a_model_placed_in_16_bits_keeps_in_32_what_transformers_keeps(name: str, tmp_path: Path) -> None:
+    """Routers of some mixtures, from transformers 5.24 on: rounding one sends tokens to other experts."""
+    _base(name).save_pretrained(tmp_path)
+    expected = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).named_parameters())
+    found = dict(placed(copy.deepcopy(_base(name)), "cpu", torch.bfloat16).named_parameters())
+    assert found.keys() == expected.keys()
+    for key, parameter in expected.items():
+        assert parameter.dtype == found[key].dtype and torch.equal(parameter, found[key]), key
 
 
 def test_a_checkpoint_that_lacks_tensors_is_refused_before_anything_is_read(tmp_path: Path) -> None:
@@ -384,6 +395,28 @@ def test_exported_experts_come_back_bit_for_bit(name: str, kind: str, tmp_path: 
     assert found.keys() == wanted.keys()
     for key, tensor in wanted.items():
         assert torch.equal(found[key].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_routers_have_the_same_values_in_whichever_dtype_they_are_stored(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """transformers keeps them in 16 bits before 5.24 and in 32 from then on: a base of one goes on with the other."""
+    model = placed(_packed(name), "cpu", torch.bfloat16)
+    gates = {key for key in model.state_dict() if key.endswith(".gate.weight")}
+    for key in gates:
+        model.get_parameter(key).data.copy_(model.get_parameter(key).bfloat16())
+    export(model, _Tokenizer(), FORMATS["nvfp4"], tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    stored = load_file(file)
+    assert gates and gates < stored.keys()
+    save_file(stored | {key: stored[key].to(dtype) for key in gates}, file, {"format": "pt"})
+    found = read_packed(tmp_path / "out", FORMATS["nvfp4"], torch.bfloat16, "cpu")
+    wanted = model.state_dict()
+    assert all(torch.equal(tensor, wanted[key]) for key, tensor in found.state_dict().items())
+    with torch.no_grad():
+        assert torch.equal(found(IDS).logits, model(IDS).logits)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("gpt_oss", "nvfp4"), ("llama4_text", "mxfp4"), ("qwen3_moe", "nf4")])

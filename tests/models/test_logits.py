@@ -29,6 +29,7 @@ from qerl_bench.model.recompute import recompute_blocks
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quantizer.apply import quantize_model
 from qerl_bench.train.batch import Batch, make_batch
+from tests.models import matrix
 from tests.models.builds import PAD_ID, WINDOW, config_of, draw_weights, known
 from tests.weight_formats import PLAIN
 
@@ -38,6 +39,7 @@ SCALED = {"granite", "granitemoe", "granitemoehybrid", "cohere2", "falcon_h1", "
 STATEFUL = {"lfm2", "nemotron_h", "falcon_h1", "granitemoehybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
 DEAF = {"stablelm", "nemotron"}
 ROUNDING = 1e-4  # nats; FP32 makes up to 4.5e-5 (Qwen3-Next), and what the tests exclude is above 1e-2
+TABLE = {row.architecture: row for row in matrix.read() if row.quant == "bf16"}
 LENGTHS = (3 * WINDOW, 7, 2 * WINDOW + 1)
 
 
@@ -137,6 +139,14 @@ def test_packing_is_left_where_it_would_mix_sequences(
     with caplog.at_level("INFO"):
         assert prepare_attention(decoder_of(_model(name))) == (reason is None)
     assert (reason or "") in caplog.text and bool(caplog.text) == (reason is not None)
+
+
+@pytest.mark.parametrize("name", [name for name in known() if TABLE[name].verdict == "works"])
+def test_no_family_loses_the_packed_training_that_the_table_has(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A release of transformers may take SDPA from a family, as 5.24 from Gemma 2: a run would only be slow."""
+    with caplog.at_level("INFO"):
+        packs = prepare_attention(decoder_of(_model(name)))
+    assert packs == (TABLE[name].padding == "skipped"), caplog.text
 
 
 # --- nothing random of the base --------------------------------------------------------------------------------------

@@ -48,9 +48,18 @@ def tokenizer_with(template: str | None) -> PreTrainedTokenizerFast:
 # --- the same text on any day ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("template", [DATED, DATE_STRING])
-def test_the_date_in_a_prompt_is_fixed(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = tokenizer_with(template)
+class OwnRendering(PreTrainedTokenizerFast):
+    """As tokenizers that come with a call of their own: it passes no keywords on."""
+
+    def apply_chat_template(self, conversation: Any, **_: Any) -> str:
+        return str(super().apply_chat_template(conversation, tokenize=False))
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["", "own rendering"])
+@pytest.mark.parametrize(("template", "date"), [(DATED, "26 July 2024"), (DATE_STRING, "26 Jul 2024")])
+def test_the_date_in_a_prompt_is_fixed(template: str, date: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer: Any = tokenizer_with(template)
+    tokenizer.__class__ = OwnRendering if own else type(tokenizer)
     check_template(tokenizer, ASKED, {})
     today = render_prompt(tokenizer, ASKED, {})
 
@@ -62,7 +71,7 @@ def test_the_date_in_a_prompt_is_fixed(template: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(chat_template_utils, "datetime", Later)
     assert "2031" in tokenizer.apply_chat_template(list(ASKED), tokenize=False)  # transformers itself
     assert render_prompt(tokenizer, ASKED, {}) == today
-    assert today.startswith("26 Jul")
+    assert today == f"{date}\nsystem: Be brief.\nuser: 2+2?\n"
 
 
 def test_a_keyword_sets_the_date() -> None:
@@ -70,20 +79,9 @@ def test_a_keyword_sets_the_date() -> None:
     assert text == "1 May 2020\nsystem: Be brief.\nuser: 2+2?\n"
 
 
-class OwnClock(PreTrainedTokenizerFast):
-    """As tokenizers that come with their own rendering: it passes nothing on."""
-
-    def apply_chat_template(self, conversation: Any, **_: Any) -> str:
-        return str(super().apply_chat_template(conversation, tokenize=False))
-
-
-@pytest.mark.parametrize("template", [DATE_STRING, "{{ range(99999) | random }}" + SAY], ids=["clock", "random"])
-def test_a_template_that_does_not_repeat_is_refused(template: str) -> None:
-    tokenizer: Any = tokenizer_with(template)
-    if template == DATE_STRING:
-        tokenizer.__class__ = OwnClock
+def test_a_template_that_does_not_repeat_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model.template=\{date_string.*task.template=plain"):
-        check_template(tokenizer, ASKED, {})
+        check_template(tokenizer_with("{{ range(99999) | random }}" + SAY), ASKED, {})
 
 
 # --- keywords --------------------------------------------------------------------------------------------------------

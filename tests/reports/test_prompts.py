@@ -148,6 +148,7 @@ def test_calibration_text_begins_with_bos(tmp_path: Path) -> None:
         (SAY + OPEN, {}, TURN),
         (SAY.replace("<|eot|>", "\n<|eot|>\n") + OPEN, {}, TURN),
         (SAY.replace("<|eot|>", "{{ eos_token }}") + OPEN, {}, END),
+        ("{{ strftime_now('%d %b %Y') }}" + SAY + OPEN, {}, TURN),  # a date, as Llama 3 writes it
         (SAY.replace("<|eot|>", "\n") + OPEN, {}, None),  # no token ends a turn
         (SAY.replace("<|eot|>", " [over]<|eot|>") + OPEN, {}, None),  # words do
         ("{% if messages[-1].role != 'user' %}{{ raise_exception('no') }}{% endif %}" + SAY + OPEN, {}, None),

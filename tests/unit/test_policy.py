@@ -266,7 +266,6 @@ def test_an_adapter_of_other_layers_is_not_loaded_in_part(make_policy: Callable[
             policy.load(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 reads it
 @QUANTS
 def test_a_saved_adapter_loads_with_plain_peft(
     make_policy: Callable[..., Any], make_experiment: Callable[..., Any], quant: str, tmp_path: Path

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from qerl_bench.engine.base import Completion, Sampling
 from qerl_bench.model.attention import CACHES
@@ -26,7 +27,7 @@ class Prefill(NamedTuple):
 
 
 def cache_name(policy: Policy) -> str:
-    """What the model calls its cache: state-space models have a name of their own."""
+    """What the model calls its cache: before transformers 5.24 state-space models have a name of their own."""
     names = inspect.signature(policy.model.forward).parameters
     return next((name for name in CACHES if name in names), "past_key_values")
 
@@ -34,6 +35,11 @@ def cache_name(policy: Policy) -> str:
 def cache_of(policy: Policy) -> DynamicCache:
     """An empty cache for the policy's layers."""
     return DynamicCache(config=policy.model.config)
+
+
+def holds_states_alone(cache: DynamicCache) -> bool:
+    """Whether no layer keeps keys and values: states have left padding behind."""
+    return bool(cache.layers) and not any(isinstance(layer, DynamicLayer) for layer in cache.layers)
 
 
 def prefill(policy: Policy, prompt_ids: list[list[int]]) -> Prefill:
@@ -102,7 +108,7 @@ def decode(
     seeds = torch.tensor(keys, device=device)
     numbers = None if policy.fused else torch.from_numpy(uniforms(keys, sampling.max_tokens)).to(device)
     cached = {cache_name(policy): cache}
-    recurrent = cache_name(policy) == "cache_params"  # nothing but states, which have left padding behind
+    recurrent = holds_states_alone(cache)
     for t in range(stop.max_length):
         if numbers is None:
             token, logprob, entropy = draw_seeded(logits, sampling.temperature, seeds[rows], t, top_p=sampling.top_p)

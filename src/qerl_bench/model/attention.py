@@ -31,8 +31,10 @@ from transformers.masking_utils import sdpa_mask
 
 from qerl_bench.model.packing import Packing
 
-# Names of the cache in the forward passes of transformers: from 5.24 on, before, and of state-space models.
+# Names of the cache in the forward passes of transformers: from 5.24 on, before, and of state-space models before.
 CACHES = ("cache", "past_key_values", "cache_params")
+# Attributes of attention that transformers takes for beyond SDPA, and `attention` computes: sinks, soft caps.
+BEYOND_SDPA = ("sinks", "attn_logit_softcapping")
 NAME = "qerl_bench"  # transformers refuses names with "sdpa" or "flash" in them for models with sinks
 _heard: ContextVar[set[str] | None] = ContextVar("heard", default=None)
 _SINK_COLUMNS = 8  # by which heads grow for a sink: fast kernels want a multiple of 8
@@ -42,7 +44,8 @@ def enable_attention(decoder: PreTrainedModel) -> str | None:
     """Let `decoder` attend with `attention`; returns why it keeps its own attention, or None."""
     if not decoder._can_set_attn_implementation():
         return "its attention cannot be replaced"
-    if not decoder._supports_sdpa and not any(hasattr(module, "sinks") for module in decoder.modules()):
+    added = any(hasattr(module, name) for module in decoder.modules() for name in BEYOND_SDPA)
+    if not (decoder._supports_sdpa or added):
         return "its attention does not support scaled_dot_product_attention"
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -93,10 +93,15 @@ def require_writable(name: str, *parts: Any) -> None:
 
 
 def placed(model: PreTrainedModel, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    """`model` on `device` with its parameters in `dtype`. Buffers keep theirs: rotary frequencies need FP32."""
+    """`model` on `device` with its parameters in `dtype`, but in FP32 those that transformers keeps in it.
+
+    Buffers keep theirs: rotary frequencies need FP32.
+    """
     import torch
 
+    from qerl_bench.quant.architecture import kept_in_float32
+
     torch.nn.Module.to(model, device=torch.device(device))  # transformers' wrapper hides the arguments
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if kept_in_float32(model, name) else dtype)
     return model

@@ -7,6 +7,7 @@ is executed only with `trust_remote_code`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,14 @@ def causal_lm_config(where: str | Path, revision: str | None = None, trust_remot
     if trust_remote_code and "AutoModelForCausalLM" in raw.get("auto_map", {}):
         return config
     return checked_config(where, _text_part(where, config), raw)
+
+
+def kept_in_float32(model: Any, name: str) -> bool:
+    """Whether transformers reads the parameter or buffer `name` of `model` in FP32 though the model is in 16 bits.
+
+    It does so with the routers of some mixtures, from 5.24 on with those of DeepSeek and GLM too.
+    """
+    return any(re.search(part.replace("*", ".*"), name) for part in model._keep_in_fp32_modules_strict or ())
 
 
 def _require_known(where: str | Path, raw: Mapping[str, Any], trust_remote_code: bool) -> None:

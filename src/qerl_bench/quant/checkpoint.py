@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from qerl_bench.quant.architecture import TEXT_PART, causal_lm_config, read_errors
+from qerl_bench.quant.architecture import TEXT_PART, causal_lm_config, kept_in_float32, read_errors
 from qerl_bench.quant.checkpoint_mapping import Source, sources_of
 from qerl_bench.quant.experts import is_transposed, matrix_shape
 from qerl_bench.quant.foreign_config import generation_config
@@ -227,7 +227,8 @@ def _header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def skeleton(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """The model that config.json describes: parameters on the meta device, real buffers."""
+    """The model that config.json describes, in `dtype` and what stays in FP32: parameters on the meta device, real
+    buffers."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -244,10 +245,11 @@ def skeleton(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) 
             model = AutoModelForCausalLM.from_config(config, **words)
     if (ends := generation_config(folder)) is not None:
         model.generation_config = ends
-    for path, module in model.named_modules():  # some buffers stay in FP32 whatever `dtype` is
-        for name, buffer in module.named_buffers(recurse=False):
-            if any(part in f"{path}.{name}" for part in model._keep_in_fp32_modules_strict or ()):
-                module._buffers[name] = buffer.float()
+    for path, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and kept_in_float32(model, f"{path}.{name}"):
+                    tensor.data = tensor.data.float()
     model.tie_weights()
     return model.eval()
 

@@ -2,7 +2,7 @@
 
 What comes out is read back: every message's words have to be in it, and the token behind an answer ends a completion.
 A text that no template wrote begins as the tokenizer begins one, with BOS where it writes that: so bases were trained.
-Some templates write today's date into the prompt. Their only clock is `strftime_now`, which here always says TODAY.
+Some templates write today's date into the prompt. Their only clock is transformers', which here always says TODAY.
 Keywords of the template, such as enable_thinking, come from `model.template`. Left out: tools and documents.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from qerl_bench.task.grader.extract import THINK
@@ -42,9 +42,8 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: tuple[Message, .
             "task.template=plain, as for base models, or an instruction-tuned model"
         )
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, strftime_now=TODAY.strftime, **keywords
-        )
+        with _today():
+            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **keywords)
     except Exception as error:  # whatever a foreign template raises
         system = messages[0]["role"] == "system"
         remedy = "task.instruction=suffix asks without a system message" if system else "use task.template=plain"
@@ -88,7 +87,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, keywords: Keywords | None) -
         return None
     turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
     try:
-        text = str(tokenizer.apply_chat_template(turn, tokenize=False, strftime_now=TODAY.strftime, **keywords))
+        with _today():
+            text = str(tokenizer.apply_chat_template(turn, tokenize=False, **keywords))
     except Exception:  # a template that knows no such turn ends none
         return None
     _, found, behind = text.rpartition(ANSWER)
@@ -152,7 +152,7 @@ def check_template(
     tokenizer: PreTrainedTokenizerBase, messages: tuple[Message, ...], keywords: Keywords | None
 ) -> None:
     """Raise ConfigError unless `messages` can be rendered with these keywords, all their words included, and give the
-    same text on another day.
+    same text each time.
 
     Messages that are rendered already need no template.
     """
@@ -170,8 +170,7 @@ def check_template(
             f"{message['content'][:60]!r}, so that the model would never read it. "
             + ("task.instruction=suffix asks without one" if message["role"] == "system" else "task.template=plain"),
         )
-    with _another_day():
-        second = render_prompt(tokenizer, messages, keywords)
+    second = render_prompt(tokenizer, messages, keywords)
     require(
         first == second,
         f"the chat template writes something else each time ({_difference(first, second)}), so that no run could be "
@@ -204,16 +203,20 @@ def template_variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 
 @contextmanager
-def _another_day() -> Iterator[None]:
-    """The clock of transformers is 400 days ahead: it counts if a tokenizer does not pass on our `strftime_now`."""
+def _today() -> Iterator[None]:
+    """The clock of transformers' templates stands at TODAY.
 
-    class Later(datetime):
+    Replaced is what their `strftime_now` reads: a function of the same name among the keywords arrives as text from
+    transformers 5.24 on, and a tokenizer with a rendering of its own need not pass it on.
+    """
+
+    class Today(datetime):
         @classmethod
         def now(cls, tz: Any = None) -> datetime:
-            return datetime.now(tz) + timedelta(days=400)
+            return TODAY
 
     module = chat_template_utils()
-    real, module.datetime = module.datetime, Later
+    real, module.datetime = module.datetime, Today
     try:
         yield
     finally:
