@@ -20,7 +20,7 @@ from PIL import Image
 
 FOLDER = Path(__file__).resolve().parent
 RUNS = "../tests/assets"  # QERL_ROOT, as seen from here
-COLORS = 24  # of a stored picture
+COLORS = 20  # of a stored picture
 DRAWN_BY = ("matplotlib", "pandas", "pillow")  # whose versions decide what tables and pictures look like
 
 

@@ -17,6 +17,7 @@ from qerl_bench.model.byte_tokenizer import byte_tokenizer
 from qerl_bench.model_setup import build_policy
 from qerl_bench.quantizer.awq import AWQ
 from qerl_bench.quantizer.calibrate import InputGroup
+from qerl_bench.quantizer.calibration import Calibration
 from qerl_bench.run_setup import on_base_of
 from qerl_bench.sweep.check import check
 from qerl_bench.task.chat_template import demonstration_ids
@@ -149,11 +150,18 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AWQ, "best_scales", scales)
 
 
-TEXT = ("quantizer.calibration.samples=4", "quantizer.calibration.length=32")
+@pytest.fixture(autouse=True)
+def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tests below, calibration by the defaults of an option takes four short texts."""
+    if "answering" in request.fixturenames:
+        made = Calibration.__init__
+        monkeypatch.setattr(
+            Calibration, "__init__", lambda self, **words: made(self, **words | {"samples": 4, "length": 32})
+        )
 
 
 def words_of(quant: str, quantizer: str) -> list[str]:
-    return [f"quant={quant}", f"quantizer={quantizer}", *(TEXT if quantizer in ("awq", "gptq") else ())]
+    return [f"quant={quant}", f"quantizer={quantizer}"]
 
 
 @pytest.mark.parametrize(
@@ -171,14 +179,7 @@ def test_the_answers_are_those_of_a_run_on_that_base_with_this_adapter(
     make_experiment: Callable[..., Experiment],
     make_policy: Callable[..., Any],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from qerl_bench.quantizer.calibration import Calibration
-
-    few = Calibration.__init__
-    monkeypatch.setattr(
-        Calibration, "__init__", lambda self, **words: few(self, **words | {"samples": 4, "length": 32})
-    )
     evaluated = (f"eval.quant={answering[0]}", f"eval.quantizer={answering[1]}")
     experiment = make_experiment("model.hidden_size=32", *words_of(*trained), *evaluated)
     policy = make_policy(*words_of(*trained)[1:], quant=trained[0], sharp=True, adapted=True)
@@ -202,15 +203,8 @@ def test_an_adapter_follows_what_awq_moved(
     make_experiment: Callable[..., Experiment],
     make_policy: Callable[..., Any],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """INT8 hardly rounds, so that the two bases compute the same, and with an adapter that fits both do so too."""
-    from qerl_bench.quantizer.calibration import Calibration
-
-    few = Calibration.__init__
-    monkeypatch.setattr(
-        Calibration, "__init__", lambda self, **words: few(self, **words | {"samples": 4, "length": 32})
-    )
     evaluated = (f"eval.quant={answering[0]}", f"eval.quantizer={answering[1]}")
     experiment = make_experiment("model.hidden_size=32", *words_of(*trained), *evaluated)
     policy = make_policy(*words_of(*trained)[1:], quant=trained[0], sharp=True, adapted=True)
