@@ -45,7 +45,7 @@ def shown(value: Any) -> dict[str, Any]:
     if hasattr(value, "_repr_png_"):
         with Image.open(io.BytesIO(value._repr_png_())) as image, io.BytesIO() as file:
             small = image.convert("RGB").resize((image.width * 5 // 8, image.height * 5 // 8), Image.Resampling.LANCZOS)
-            small.quantize(COLORS).save(file, format="png", optimize=True)
+            small.quantize(COLORS, Image.Quantize.MAXCOVERAGE).save(file, format="png", optimize=True)
             return {"image/png": base64.b64encode(file.getvalue()).decode(), "text/plain": ["a figure"]}
     html = {"text/html": value._repr_html_().splitlines(keepends=True)} if hasattr(value, "_repr_html_") else {}
     return html | {"text/plain": repr(value).splitlines(keepends=True)}
