@@ -53,11 +53,11 @@ def scales(
     this matrix. `stretch` multiplies the block scales before rounding: 1 maps a block's maximum to 6, 1.5 maps it to 4.
     """
     block_amax = weight.to(compute_dtype).unflatten(-1, (-1, BLOCK)).abs().amax(dim=-1)  # (N, K/16)
-    amax = block_amax.amax() if tensor_amax is None else block_amax.new_tensor(tensor_amax)
+    amax = block_amax.amax() if tensor_amax is None else block_amax.new_full((), tensor_amax)
     # Divisors are tensors on the device, not Python numbers: CUDA turns division by a number into a product.
-    six = block_amax.new_tensor(e2m1.MAX)
+    six = block_amax.new_full((), e2m1.MAX)
     if convention == "torchao":
-        multiplier = amax.to(torch.float32) / amax.new_tensor(E4M3_MAX * e2m1.MAX, dtype=torch.float32)
+        multiplier = amax.to(torch.float32) / amax.new_full((), E4M3_MAX * e2m1.MAX, dtype=torch.float32)
         multiplier = torch.where(multiplier == 0, 1.0, multiplier)
         wanted = block_amax.to(torch.float32) / six.to(torch.float32) / multiplier * stretch
         block_scale = wanted.clamp(E4M3_MIN_NORMAL, E4M3_MAX).to(torch.float8_e4m3fn)

@@ -59,7 +59,7 @@ def scales(
     magnitudes = weight.to(compute_dtype).unflatten(-1, (-1, inputs)).abs().amax(dim=-1)  # (N, K / inputs)
     padded = torch.nn.functional.pad(magnitudes, (0, 0, 0, -len(magnitudes) % rows))
     amax = padded.unflatten(0, (-1, rows)).amax(dim=1)
-    scale = amax / amax.new_tensor(codes.span) * stretch  # a tensor: CUDA would multiply by a number's reciprocal
+    scale = amax / amax.new_full((), codes.span) * stretch  # a tensor: CUDA would multiply by a number's reciprocal
     if convention == "torchao" and not codes.is_float:
         in_8_bits = codes.bits == 8
         least = torch.finfo(torch.float32).eps if in_8_bits else torch.finfo(compute_dtype).smallest_normal

@@ -186,8 +186,13 @@ def test_gptq_with_independent_inputs_is_rounding(spec: Any) -> None:
     assert GPTQ_SPEC.pack(weight, spec, None, None).keys() == spec.pack(weight).keys()  # a layer no text reached
 
 
-def test_gptq_follows_the_textbook_update() -> None:
-    """Against the definition: quantize input j, then move the others to the least-squares answer under H."""
+@pytest.mark.parametrize("chunk", [128, 16, 20, 8])
+def test_gptq_follows_the_textbook_update(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """Against the definition: quantize input j, then move the others to the least-squares answer under H.
+
+    However many inputs are rounded before the rest is corrected: whole blocks, at least one.
+    """
+    monkeypatch.setattr("qerl_bench.quantizer.gptq.CHUNK", chunk)
     weight, moment = _weights(3, 32).double(), _moment(32, seed=3)
     damped = moment.double() + 0.01 * float(moment.diagonal().mean()) * torch.eye(32, dtype=torch.float64)
     left = weight.clone()

@@ -8,8 +8,9 @@ would need scales of the original weights, or blocks in an order that no checkpo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.quantizer.calibration import Calibration
@@ -20,9 +21,7 @@ if TYPE_CHECKING:
 
     from qerl_bench.quant.base import BlockFormat
 
-CHUNK = (
-    128  # inputs between two corrections of the rest of the matrix, for speed; a multiple of all blocks but whole rows
-)
+CHUNK = 128  # inputs between two corrections of the rest of the matrix, for speed; about, in whole blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,25 +49,88 @@ class GPTQ(Quantizer):
         factor = inverse_factor(second_moment, self.damping)  # (K, K), upper triangular
         amax = float(weight.abs().max()) if tensor_amax is None else tensor_amax
         corrected = weight.to(torch.float32).clone()
-        rounded = torch.empty_like(corrected)
-        scales: list[dict[str, torch.Tensor]] = []
-        rows, width = corrected.shape
+        width = corrected.shape[1]
         inputs = weight_format.block_of(width)
-        for start in range(0, width, CHUNK):
-            stop = min(start + CHUNK, width)
-            errors = torch.empty(rows, stop - start, device=corrected.device)
-            for column in range(start, stop):
-                if column % inputs == 0:
-                    scales.append(weight_format.scales(corrected[:, column : column + inputs], amax))
-                    unit = weight_format.unit(scales[-1], (rows, inputs))[:, 0]
-                    unit = torch.where(unit == 0, 1.0, unit)
-                value = corrected[:, column]
-                rounded[:, column] = weight_format.nearest(value / unit) * unit
-                error = (value - rounded[:, column]) / factor[column, column]
-                corrected[:, column:stop] -= error.unsqueeze(1) * factor[column, column:stop].unsqueeze(0)
-                errors[:, column - start] = error
-            corrected[:, stop:] -= errors @ factor[start:stop, stop:]
+        whole_rows = weight_format.scales(corrected, amax) if inputs == width else None
+        step = CHUNK if inputs == width else CHUNK // inputs * inputs or inputs
+        rounding = _Rounding(weight_format, amax, inputs, whole_rows)
+        first = slice(0, min(step, width))
+        rounded_chunk = rounding.recorded(corrected[:, first], factor[first, first])
+        rounded = torch.empty_like(corrected)
+        scales = [] if whole_rows is None else [whole_rows]
+        for start in range(0, width, step):
+            here, later = slice(start, min(start + step, width)), slice(start + step, width)
+            chunk = rounded_chunk(corrected[:, here], factor[here, here])
+            rounded[:, here] = chunk.rounded
+            corrected[:, later] -= chunk.errors @ factor[here, later]
+            scales += chunk.scales
+        weight_format.require_finite(rounded)
         return weight_format.encode(rounded, _concat_blocks(scales))
+
+
+class _Chunk(NamedTuple):
+    """What rounding of neighboring inputs gives."""
+
+    rounded: torch.Tensor  # (N, C), FP32
+    errors: torch.Tensor  # (N, C), FP32: those of each input over the factor's diagonal
+    scales: list[dict[str, torch.Tensor]]  # of each block, unless blocks are whole rows
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """How neighboring inputs of one matrix are rounded, each after the correction for those before it."""
+
+    weight_format: BlockFormat
+    amax: float
+    inputs: int  # that share a scale
+    whole_rows: dict[str, torch.Tensor] | None  # the scales, if they are those of whole rows
+
+    def __call__(self, weight: torch.Tensor, factor: torch.Tensor) -> _Chunk:
+        """Round W (N, C), FP32, with the inverse factor (C, C) of its inputs."""
+        import torch
+
+        corrected, rounded, errors = weight.clone(), torch.empty_like(weight), torch.empty_like(weight)
+        scales: list[dict[str, torch.Tensor]] = []
+        unit = None if self.whole_rows is None else self._unit(self.whole_rows, len(weight))
+        for column in range(weight.shape[1]):
+            if self.whole_rows is None and column % self.inputs == 0:
+                scales.append(self.weight_format.scales(corrected[:, column : column + self.inputs], self.amax))
+                unit = self._unit(scales[-1], len(weight))
+            assert unit is not None
+            value = corrected[:, column]
+            rounded[:, column] = self.weight_format.nearest(value / unit) * unit
+            error = (value - rounded[:, column]) / factor[column, column]
+            corrected[:, column:] -= error.unsqueeze(1) * factor[column, column:].unsqueeze(0)
+            errors[:, column] = error
+        return _Chunk(rounded, errors, scales)
+
+    def _unit(self, scales: dict[str, torch.Tensor], rows: int) -> torch.Tensor:
+        import torch
+
+        unit = self.weight_format.unit(scales, (rows, self.inputs))[:, 0]
+        return torch.where(unit == 0, 1.0, unit)
+
+    def recorded(self, weight: torch.Tensor, factor: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], _Chunk]:
+        """The same for many chunks of this shape. A GPU replays the thousand kernels of one that was recorded once."""
+        import torch
+
+        if not weight.is_cuda:
+            return self
+        weight, factor, graph = weight.clone(), factor.clone(), torch.cuda.CUDAGraph()
+        self(weight[:, : self.inputs], factor[: self.inputs, : self.inputs])  # makes tables that are kept
+        with torch.cuda.graph(graph):
+            found = self(weight, factor)
+
+        def replay(new_weight: torch.Tensor, new_factor: torch.Tensor) -> _Chunk:
+            if new_weight.shape != weight.shape:
+                return self(new_weight, new_factor)
+            weight.copy_(new_weight)
+            factor.copy_(new_factor)
+            graph.replay()
+            scales = [{name: tensor.clone() for name, tensor in block.items()} for block in found.scales]
+            return _Chunk(found.rounded, found.errors, scales)
+
+        return replay
 
 
 def inverse_factor(second_moment: torch.Tensor, damping: float) -> torch.Tensor:
