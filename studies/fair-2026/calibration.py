@@ -129,16 +129,43 @@ def share_taken(probes: Sequence[Record], quant: str, temperature: str) -> tuple
     return top / bottom, (half - width) / square, (half + width) / square
 
 
+def measured(probes: Sequence[Record]) -> list[str]:
+    """The formats but BF16 that every copy has."""
+    return [quant for quant in NAMES if all(quant in one["formats"] for one in probes)]
+
+
+def lacking(probes: Sequence[Record]) -> str:
+    """The formats that are not read, since some copy lacks them, with how many have them; empty if there is none."""
+    counts = {quant: sum(quant in one["formats"] for one in probes) for quant in NAMES}
+    return ", ".join(f"{NAMES[quant]} ({n} of {len(probes)} copies)" for quant, n in counts.items() if n < len(probes))
+
+
 def mean_damage(sizes: Mapping[str, Sequence[Record]], name: str) -> float:
-    """Over sizes and both temperatures, in points: below 0 where answers are lost."""
+    """Over sizes and both temperatures, in points: below 0 where answers are lost. NaN if a size lacks it."""
+    if not all(quant_of(name) in measured(probes) for probes in sizes.values()):
+        return math.nan
     each = [damage(probes, quant_of(name), at).value for probes in sizes.values() for at in TEMPERATURES]
     return 100 * float(np.mean(each))
 
 
 def better_quantizer(sizes: Mapping[str, Sequence[Record]]) -> str:
-    """What the protocol's rule takes of these sizes."""
+    """What the protocol's rule takes of these sizes, of the quantizers that both have."""
     means = {name: mean_damage(sizes, name) for name in QUANTIZERS}
-    return next(name for name in LESS_FIRST if means[name] >= max(means.values()) - 100 * EQUAL)
+    return next(name for name in LESS_FIRST if means[name] >= np.nanmax([*means.values()]) - 100 * EQUAL)
+
+
+def needed(sizes: Mapping[str, Sequence[Record]], name: str) -> dict[str, float]:
+    """The mean damage, in points, that `name` must be above to be taken, in each size that lacks it."""
+    chosen, ahead = better_quantizer(sizes), 100 * EQUAL
+    if LESS_FIRST.index(name) < LESS_FIRST.index(chosen):
+        ahead = -ahead  # it is taken even if it is a little worse
+    least = len(sizes) * (mean_damage(sizes, chosen) + ahead)
+    known = {size: probes for size, probes in sizes.items() if quant_of(name) in measured(probes)}
+    return {
+        size: least - sum(mean_damage({other: sizes[other]}, name) for other in known)
+        for size in sizes
+        if size not in known and len(known) == len(sizes) - 1
+    }
 
 
 # --- words.md --------------------------------------------------------------------------------------------------------
@@ -174,14 +201,15 @@ def words_of(probes: Sequence[Record]) -> list[str]:
             times(log_ratio(probes, quant, entropy_at("1"))),
             *(bracketed(mean_of(probes, quant, kl(way)), "{:.4f}") for way in ("of_reference", "own")),
         ]
-        for quant in NAMES
+        for quant in measured(probes)
     ]
     shares = [
-        [NAMES[quant], *(per_cent(share_taken(probes, quant, at)) for at in TEMPERATURES)] for quant in [*NAMES][1:]
+        [NAMES[quant], *(per_cent(share_taken(probes, quant, at)) for at in TEMPERATURES)] for quant in measured(probes)[1:]
     ]
     texts = [
         [name, *(points(minus(probes, quant_of(name), quant_of(f"{name}-text"), at), 2, True) for at in TEMPERATURES)]
         for name in ("gptq", "awq")
+        if quant_of(f"{name}-text") in measured(probes)
     ]
     levels = ", ".join(f"{100 * right(probes, 'bf16', at).mean():.2f} at {at}" for at in TEMPERATURES)
     at = [f"temperature {at}" for at in TEMPERATURES]
@@ -202,8 +230,9 @@ def words_of(probes: Sequence[Record]) -> list[str]:
         ),
         "### The part of nearest's damage that each takes away, without words",
         markdown_table(["quantizer", *at], shares),
-        "### The task's text minus the other text, without words",
-        markdown_table(["quantizer", *at], texts),
+        *(["### The task's text minus the other text, without words"] if texts else []),
+        *([markdown_table(["quantizer", *at], texts)] if texts else []),
+        *([f"Not read, since copies lack it: {lacking(probes)}."] if lacking(probes) else []),
     ]
 
 
@@ -221,7 +250,14 @@ def over_sizes(sizes: Mapping[str, Sequence[Record]]) -> list[str]:
     means = {name: mean_damage(sizes, name) for name in QUANTIZERS}
     chosen = better_quantizer(sizes)
     heads = ["quantizer", "mean damage at 0 and 0.6"]
-    rows = {name: [name, f"{means[name]:+.2f}"] for name in sorted(QUANTIZERS, key=lambda name: -means[name])}
+    known = sorted((name for name in QUANTIZERS if not math.isnan(means[name])), key=lambda name: -means[name])
+    rows = {name: [name, f"{means[name]:+.2f}"] for name in known}
+    bounds = [
+        f"`{name}` has not run in the {size}: there it would have to have a mean damage above {above:+.2f}, BF16 being 0."
+        for name in QUANTIZERS
+        if name not in rows
+        for size, above in needed(sizes, name).items()
+    ]
     rule = f"The rule takes `{chosen}`."
     if missing:
         rule = (
@@ -233,7 +269,8 @@ def over_sizes(sizes: Mapping[str, Sequence[Record]]) -> list[str]:
         for name in rows:
             lead = means[chosen] - means[name]  # and that of the mean of both must be within half a point
             rows[name].append("" if name == chosen else f"{lead - 200 * EQUAL:.2f}")
-    return [stand_in(sizes, missing), "### The better quantizer", rule, markdown_table(heads, rows.values())]
+    table = markdown_table(heads, rows.values())
+    return [stand_in(sizes, missing), "### The better quantizer", rule, table, *bounds]
 
 
 def stand_in(sizes: Mapping[str, Sequence[Record]], missing: str) -> str:
@@ -263,15 +300,16 @@ def quantizers_figure(probes: Sequence[Record]) -> Figure:
     """Damage, entropy and KL of each quantizer, beside BF16 on the same copies."""
     with paper_style():
         figure, ((lost, rise, far),) = panels(1, 3, height=2.6, width=FULL_WIDTH, sharey=True)
-        for quant, y in zip(NAMES, HEIGHTS, strict=True):
+        shown = {quant: y for quant, y in zip(NAMES, HEIGHTS, strict=True) if quant in measured(probes)}
+        for quant, y in shown.items():
             for at, marker, filled, aside in zip(TEMPERATURES, "so", (False, True), (-0.17, 0.17), strict=True):
                 found = damage(probes, quant, at)
                 interval(lost, 100 * np.array([found.value, found.low, found.high]), y + aside, marker, filled)
             ratio, distance = log_ratio(probes, quant, entropy_at("1")), mean_of(probes, quant, kl("of_reference"))
             interval(rise, 100 * np.expm1([ratio.value, ratio.low, ratio.high]), y, "o", True)
             interval(far, 1000 * np.array([distance.value, distance.low, distance.high]), y, "o", True)
-        lost.set_yticks(HEIGHTS, [*NAMES.values()])
-        lost.set_ylim(HEIGHTS[-1] + 0.6, -0.6)
+        lost.set_yticks([*shown.values()], [NAMES[quant] for quant in shown])
+        lost.set_ylim(max(shown.values()) + 0.6, -0.6)
         lost.set_xlabel("right answers minus BF16, points")
         rise.set_xlabel("entropy at 1, % above BF16")
         far.set_xlabel("KL from BF16, 0.001 nats a token")

@@ -32,6 +32,8 @@ PAGES = script("studies/fair-2026/calibration.py")
 # SHA-256 of the protocol at its tag, fair-calibration
 FROZEN = "b8e96f7f8e691bfbc95f1b7b08b254b1975ad7289d8dbb28b7bc3ff50cabde53"
 FORMATS = ["bf16", "nvfp4", *(f"nvfp4+{name}" for name in PAGES.QUANTIZERS)]
+READ = {"05b": FORMATS, "15b": FORMATS[:6]}  # that all copies have: amendment 2
+CODE = {"05b": "7433bc4f6954", "15b": "c5b5d7f8a06f"}  # of the tags fair-calibration and fair-calibration-15b
 
 
 @cache
@@ -77,7 +79,7 @@ def test_answers_are_those_that_probes_count(size: str) -> None:
     rows: Any = pd.read_parquet(PART / "data" / size / ANSWERS)
     counted = rows.groupby(["base", "quant", "temperature"])[["correct", "lenient"]].agg(["sum", "count"])
     for probe in read_probes(PART / "data" / size):
-        assert [*probe["formats"]] == FORMATS
+        assert [*probe["formats"]][: len(READ[size])] == READ[size]
         for quant, found in probe["formats"].items():
             for at, one in found["temperatures"].items():
                 each = counted.loc[probe["base"], quant, float(at)]
@@ -107,8 +109,8 @@ def test_contrasts_of_the_page_by_hand(size: str) -> None:
 def test_quantizers_of_the_page_by_hand(size: str) -> None:
     found, probes = right(size), read_probes(PART / "data" / size)
     shown, shares = table(size, "Each quantizer"), table(size, "The part of nearest")
-    assert len(shown) == 7 and len(shares) == 6
-    for quant, (greedy, sampled, entropy, distance, _) in zip(FORMATS[1:], shown.values(), strict=True):
+    assert [len(shown), len(shares)] == [len(READ[size]) - 1, len(READ[size]) - 2]
+    for quant, (greedy, sampled, entropy, distance, _) in zip(READ[size][1:], shown.values(), strict=True):
         for cell, at in ((greedy, 0.0), (sampled, 0.6)):
             assert numbers(cell) == pytest.approx(by_hand(found[quant, at] - found["bf16", at]), abs=0.0051)
         spread = [
@@ -117,7 +119,7 @@ def test_quantizers_of_the_page_by_hand(size: str) -> None:
         assert numbers(entropy) == pytest.approx(np.exp(by_hand(spread)).tolist(), abs=0.00051)
         far = by_hand([one["formats"][quant]["kl"]["of_reference"] for one in probes])
         assert numbers(distance) == pytest.approx(far, abs=0.000051)
-    for quant, cells in zip(FORMATS[2:], shares.values(), strict=True):
+    for quant, cells in zip(READ[size][2:], shares.values(), strict=True):
         for cell, at in zip(cells, (0.0, 0.6), strict=True):
             gained, lost = (found[one, at] - found["nvfp4", at] for one in (quant, "bf16"))
             share, *ends = numbers(cell.replace(" %", ""))
@@ -162,6 +164,21 @@ def test_the_better_quantizer_is_the_first_of_equals(monkeypatch: pytest.MonkeyP
     assert PAGES.better_quantizer({}) == "awq-text"  # mse is 0.54 behind it
 
 
+def test_the_rule_takes_of_what_both_sizes_have_and_says_what_the_others_need() -> None:
+    both = {name: read_probes(PART / "data" / size) for size, name in PAGES.SIZES.items()}
+    found = {size: right(size) for size in SIZES}
+
+    def lost(size: str, name: str) -> float:
+        return float(np.mean([(found[size][f"nvfp4+{name}", at] - found[size]["bf16", at]).mean() for at in (0, 0.6)]))
+
+    means = {name: (lost("05b", name) + lost("15b", name)) / 2 for name in ("mse", "four-six", "gptq", "awq")}
+    assert means["four-six"] == max(means.values()) and means["mse"] < means["four-six"] - 0.5
+    assert PAGES.better_quantizer(both) == "four-six"
+    text = 2 * (means["four-six"] + 0.5) - lost("05b", "awq-text")  # it stands behind four-six, so must be ahead
+    assert PAGES.needed(both, "awq-text") == {"1.5B": pytest.approx(text)} and text > 2.7
+    assert lost("15b", "awq") < 0  # as all that were measured: BF16 is not beaten
+
+
 def test_a_size_that_has_not_run_whole_decides_nothing() -> None:
     probes = read_probes(PART / "data" / "05b")
     alone, partly, both = (
@@ -175,9 +192,11 @@ def test_a_size_that_has_not_run_whole_decides_nothing() -> None:
 def test_effects_of_the_study_page_are_those_of_words() -> None:
     page, words = (STUDY / "README.md").read_text(), (PART / "results" / "words.md").read_text()
     effects = re.findall(r"[x+-]?\d+\.\d+ \[[^\]]+\]", page)
-    assert len(effects) == 4 + 4 * 7 and [one for one in effects if one not in words] == []
+    shown = sum(4 + 4 * (len(formats) - 1) for formats in READ.values())
+    assert len(effects) == shown and [one for one in effects if one not in words] == []
     said = re.findall(r"\*\*(higher|lower|not decided|no difference[^*]*)\*\*", page)
-    assert said == [cells[-1].strip("*") for cells in table("05b", "The four contrasts").values()]
+    of_sizes = [[cells[-1].strip("*") for cells in table(size, "The four contrasts").values()] for size in SIZES]
+    assert said == [word for row in zip(*of_sizes, strict=True) for word in row]
 
 
 def test_the_protocol_is_the_frozen_one() -> None:
@@ -193,10 +212,11 @@ def test_what_ran_is_what_the_protocol_says(size: str) -> None:
     asked["common"][asked["common"].index(model.format("0.5b"))] = model.format(PAGES.SIZES[size].lower())
     assert ran == asked
     probes = read_probes(PART / "data" / size)
-    assert [one["base"] for one in probes] == [*range(31, 43)] and {one["code"] for one in probes} == {"7433bc4f6954"}
+    assert [one["base"] for one in probes] == [*range(31, 43)] and {one["code"] for one in probes} == {CODE[size]}
     for one in probes:
         tokens = {quant: found["calibration"]["tokens"] for quant, found in one["formats"].items() if "gptq" in quant}
-        assert tokens == {"nvfp4+gptq": 46_539, "nvfp4+gptq-text": 46_592}
+        expected = {"nvfp4+gptq": 46_539, "nvfp4+gptq-text": 46_592}
+        assert tokens == {quant: expected[quant] for quant in tokens} and "nvfp4+gptq" in tokens
 
 
 def test_copies_are_in_no_study_of_released_models() -> None:
