@@ -27,6 +27,7 @@ from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.engine.merged import MergingEngine
 from qerl_bench.eval import formats
 from qerl_bench.eval.base import metrics_of
+from qerl_bench.eval.other_formats import answers_in_other_formats
 from qerl_bench.eval.validation import (
     best_checkpoint,
     evaluation_after,
@@ -289,8 +290,10 @@ def evaluate_and_log(setup: Setup, mirror: MetricsMirror, step: int) -> None:
     experiment, run = setup.experiment, setup.run
     asked = replace(experiment, eval=evaluation_after(experiment.eval, step))
     if scores := evaluate(setup._replace(experiment=asked), step, untrained=step == 0):
-        run.log("eval", step, metrics_of(scores))
-        mirror.log("eval", step, metrics_of(scores))
+        last = step == experiment.steps > 0
+        metrics = metrics_of(scores) | (answers_in_other_formats(setup, step) if last else {})
+        run.log("eval", step, metrics)
+        mirror.log("eval", step, metrics)
         if is_on(experiment.eval, experiment.steps, experiment.save_every):
             found = validation_of_whole(experiment.eval, experiment.task, run, step)
             log_validation(run, mirror, step, found)

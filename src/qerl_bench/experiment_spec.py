@@ -43,7 +43,7 @@ from qerl_core.checks import (
 )
 from qerl_core.options import user_options
 from qerl_core.options.files import options_of
-from qerl_core.options.names import option
+from qerl_core.options.names import format_name, option
 from qerl_core.process.cards import DeviceCheck
 
 
@@ -159,7 +159,8 @@ class Experiment:
         """Formats that evaluations or rollouts have of their own."""
         rollout, engine_is_own = self.rollout, self.engine.name == "hf"
         check_sampler(rollout, self.quant, self.algo, self.engine.name, self.steps)
-        for key, other in {"eval.quant": self.answering, "rollout.quant": self.sampled}.items():
+        others = [("eval.quant", self.answering), ("rollout.quant", self.sampled)]
+        for key, other in [*others, *(("eval.also", one) for one in self.also_answering.values())]:
             require(
                 other is self or engine_is_own,
                 f"{key}={other.quant.name} samples from a copy of the policy with other weights, which only engine=hf "
@@ -186,6 +187,16 @@ class Experiment:
         """This experiment on the base that evaluations ask; itself if that is the one of training."""
         quant, quantizer = getattr(self.eval, "quant", None), getattr(self.eval, "quantizer", None)
         return self.in_format("eval.quant", quant, quantizer=quantizer)
+
+    @property
+    def also_answering(self) -> dict[str, Experiment]:
+        """This experiment on each further base that the evaluation after the last step asks, by its `format_name`."""
+        own = format_name(self.answering.quant.name, self.answering.quantizer.name)
+        asked = {name: name.partition("+") for name in getattr(self.eval, "also", ()) if name != own}
+        return {
+            name: self.in_format("eval.also", quant, quantizer=quantizer or "rtn")
+            for name, (quant, _, quantizer) in asked.items()
+        }
 
     @property
     def sampled(self) -> Experiment:
@@ -242,8 +253,9 @@ class Experiment:
         )
         if quant.bits_per_weight is None:
             quantizer = option("quantizer", "rtn")
-        other = getattr(self.eval, "quant", None) or getattr(self.eval, "quantizer", None)
-        own_eval = {"eval": replace(self.eval, quant=None, quantizer=None)} if other else {}  # type: ignore[type-var]
+        others = {"quant": None, "quantizer": None, "also": ()}
+        left_out = {name: value for name, value in others.items() if getattr(self.eval, name, None)}
+        own_eval = {"eval": replace(self.eval, **left_out)} if left_out else {}  # type: ignore[type-var]
         try:
             merge = self.rollout.merge and key == "rollout.quant"
             rollout = replace(self.rollout, quant=None, activations=None, merge=merge)
@@ -272,7 +284,7 @@ class Experiment:
 
     def check_calibration(self) -> None:
         """Raise ConfigError unless each quantizer has its text, as far as that needs no tokenizer."""
-        for one in {id(one): one for one in (self, self.answering)}.values():
+        for one in {id(one): one for one in (self, self.answering, *self.also_answering.values())}.values():
             if one.quant.bits_per_weight is not None and one.quantizer.calibration is not None:
                 one.quantizer.calibration.check(one.task)
 

@@ -229,11 +229,16 @@ def on_base_of(
         yield copy, SharedEngine(built, engine.world, engine.exact) if shared else built
 
 
-def ask(setup: Setup, evaluator: Evaluator) -> Evaluation | None:
-    """What `evaluator` says of the policy, on its base in `eval.quant` by `eval.quantizer`, which the settings name."""
+def ask(
+    setup: Setup, evaluator: Evaluator, other: Experiment | None = None, key: str = "eval.quant"
+) -> Evaluation | None:
+    """What `evaluator` says of the policy on the base of `other`, which the settings name.
+
+    By default that is the base in `eval.quant` by `eval.quantizer`. Errors name `key`.
+    """
     experiment, policy, engine, run, world = setup
-    other = experiment.answering
-    with on_base_of(other, "eval.quant", experiment, policy, engine) as (asked, sampler):
+    other = experiment.answering if other is None else other
+    with on_base_of(other, key, experiment, policy, engine) as (asked, sampler):
         evaluation = evaluator.evaluate(asked, sampler, experiment.task, run, experiment.seed, world)
         sampler.sleep()  # training needs its memory, and its counts are those of an evaluation
     quant = experiment.merged_into or experiment.quant if other is experiment else other.quant

@@ -204,7 +204,8 @@ def words_of(probes: Sequence[Record]) -> list[str]:
         for quant in measured(probes)
     ]
     shares = [
-        [NAMES[quant], *(per_cent(share_taken(probes, quant, at)) for at in TEMPERATURES)] for quant in measured(probes)[1:]
+        [NAMES[quant], *(per_cent(share_taken(probes, quant, at)) for at in TEMPERATURES)]
+        for quant in measured(probes)[1:]
     ]
     texts = [
         [name, *(points(minus(probes, quant_of(name), quant_of(f"{name}-text"), at), 2, True) for at in TEMPERATURES)]
@@ -253,7 +254,7 @@ def over_sizes(sizes: Mapping[str, Sequence[Record]]) -> list[str]:
     known = sorted((name for name in QUANTIZERS if not math.isnan(means[name])), key=lambda name: -means[name])
     rows = {name: [name, f"{means[name]:+.2f}"] for name in known}
     bounds = [
-        f"`{name}` has not run in the {size}: there it would have to have a mean damage above {above:+.2f}, BF16 being 0."
+        f"`{name}` was not read in the {size}: to be taken it needs a mean damage there above {above:+.2f} (BF16: 0)."
         for name in QUANTIZERS
         if name not in rows
         for size, above in needed(sizes, name).items()

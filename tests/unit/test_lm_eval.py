@@ -94,6 +94,7 @@ def through_task(policy, engine, task, folder):
         at_greedy=True,
         quant=None,
         quantizer=None,
+        also=(),
     )
     return spec.evaluate(policy, engine, task, SimpleNamespace(path=folder), seed=0)
 

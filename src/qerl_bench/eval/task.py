@@ -39,8 +39,10 @@ STEPS = Check(
     lambda value: isinstance(value, Sequence) and all(isinstance(step, int) and step > 0 for step in value),
     "a list of steps, such as [20,32,36]",
 )
-
-
+FORMATS = Check(
+    lambda value: isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(x, str) for x in value),
+    "a list of weight formats, such as [bf16,nvfp4+gptq]",
+)
 Decoding = tuple[str, int, float, float]  # mode, samples, temperature, top-p
 
 
@@ -64,6 +66,7 @@ class TaskEvaluation:
     every_questions: int
     quant: str | None
     quantizer: str | None
+    also: Sequence[str]
 
     def __post_init__(self) -> None:
         check_fields(
@@ -81,6 +84,7 @@ class TaskEvaluation:
             every_questions=count(),
             quant=optional(text),
             quantizer=optional(text),
+            also=FORMATS,
         )
         require(
             (self.k or 1) <= self.samples,

@@ -36,7 +36,7 @@ OF_TRAINING_IN = {  # fields of an option; the device is in the key by its name
         *("updates_per_batch", "micro_batch_tokens", "mismatch_share"),
         *("entropy_coef", "on_nonfinite", "kept_groups"),
     ),
-    "eval": ("at", "at_greedy", "every", "every_questions"),
+    "eval": ("at", "at_greedy", "also", "every", "every_questions"),
 }
 MAX_SMALL_BYTES = 2**26  # of a file beside the weights, which counts by its content
 

@@ -256,6 +256,11 @@ LM_EVAL = {
         (f"gain_{mode}", "_stderr", "standard error of the paired difference"),
     )
 }
+IN_FORMATS = {  # FORMAT is one of eval.also
+    f"eval/in/FORMAT/{name.removeprefix('eval/')}": Metric(metric.unit, f"{name}, answered in that format")
+    for name, metric in (EVAL | LENIENT).items()
+    if name.startswith("eval/")
+}
 TABLES = {  # what makes a run write them: the metrics
     "Steps that sample": ROLLOUT,
     "Steps that train": TRAIN,
@@ -272,6 +277,7 @@ TABLES = {  # what makes a run write them: the metrics
     "Held-out accuracy during training (`eval.every`)": VALIDATION,
     "The last number of a completion (tasks with `task.answer_format` and numbers as answers)": LENIENT,
     "Gain of that over the packed base (every evaluation after the first)": LENIENT_GAIN,
+    "Answers in further weight formats, after the last step (`eval.also`)": IN_FORMATS,
     "`eval=lm_eval eval.protocol=standard`": LM_EVAL,
     "Copy of the weights (`engine=vllm`)": WEIGHT_SYNC,
     "Rounded inputs of packed layers (`quant.activations`, `rollout.activations`)": ACTIVATIONS,

@@ -33,6 +33,7 @@ ADDED_LATER: dict[str, Any] = {  # with what earlier runs did; these keys have a
     "eval.quantizer": None,
     "eval.at": [],
     "eval.at_greedy": True,
+    "eval.also": [],
     "rollout.quant": None,
     "rollout.activations": None,
     "rollout.merge": False,
