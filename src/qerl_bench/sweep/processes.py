@@ -26,6 +26,7 @@ from qerl_core.rundir.checkpoints import is_finished
 from qerl_core.rundir.locks import TELL_EVERY_S, WAIT_LIMIT_S, holder
 from qerl_core.rundir.refusals import CODE as REFUSED
 from qerl_core.rundir.refusals import discard
+from qerl_core.rundir.stops import saved
 from qerl_core.sweeps.pace import Pace, counts, run_left, share_done, share_to_make, time_left
 from qerl_core.sweeps.points import Point
 
@@ -76,8 +77,15 @@ class Sweep:
                     shown.label = self.state()
         except BaseException as error:
             self.stop(error)
+            error.add_note(self.in_words())
             raise
         return self.failed
+
+    def in_words(self) -> str:
+        """What a stop leaves of this sweep, whose runs have ended."""
+        of_runs = [f"{one.point.name}: {saved(one.point.run_dir)} is saved" for one in self.running.values()]
+        done = f"{self.done} of {self.total} runs are done"
+        return f"stopped; {'; '.join([done, *of_runs])}; the same command goes on"
 
     def state(self) -> str:
         """Points done, running and failed, and about how long it will take."""
