@@ -258,7 +258,7 @@ def test_ctrl_c_in_the_warm_start_saves_its_step_and_says_so(tmp_path):
 
 
 def test_a_killed_warm_start_goes_on_from_step_100_to_the_same_base(tmp_path):
-    experiment = build(compose(["model=tiny", *SMALL]))
+    experiment = build(compose(["model=tiny", *SMALL, "model.warm_start_steps=300"]))
     recipe = [*experiment.model.warm_start_overrides(), *experiment.task.warm_start_overrides()]
     for name in ("alone", "killed"):
         cfg = compose([*recipe, "steps=102", "rollout.prompts_per_step=4", f"root={tmp_path}", f"name={name}"])
