@@ -46,7 +46,9 @@ COMMANDS = {
     "export": Command("write a packed model, or a trained one, for other programs", composes=True),
     "collect": Command("gather runs into a study that can be committed"),
     "probe": Command(
-        "ask a model before any training, in every format and noise", "stopped; nothing was written", composes=True
+        "ask a model before any training, in every format and noise",
+        "stopped; the same command goes on behind what is measured",
+        composes=True,
     ),
     "gates": Command(
         "measure bases, and tell whether a study could show anything",

@@ -62,7 +62,7 @@ from qerl_core.process import energy
 from qerl_core.process.device import PhaseTimer
 from qerl_core.process.out_of_memory import memory_for
 from qerl_core.process.progress import StepProgress
-from qerl_core.process.termination import Terminated, terminations_noted
+from qerl_core.process.termination import stop_by, terminations_noted
 from qerl_core.records import Group, numbered
 from qerl_core.rundir.run_dir import RunDir
 from qerl_core.seeding import derive
@@ -157,9 +157,9 @@ def run_steps(setup: Setup, config: dict[str, Any]) -> None:
                         drop_checkpoints(experiment, run)
                         run.foresee_room(checkpoints_to_come(experiment, step))
                 if signum:
-                    raise Terminated(signum)
+                    raise stop_by(signum)
             if signum := noted.on_any(world.gather):  # which came while the last step was saved
-                raise Terminated(signum)
+                raise stop_by(signum)
         if experiment.steps:
             evaluate_and_log(setup, mirror, experiment.steps)
         if world.first:

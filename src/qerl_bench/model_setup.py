@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,6 +42,7 @@ from qerl_core.process.out_of_memory import shortage
 from qerl_core.rundir.checkpoints import check_checkpoint, is_finished, last_checkpoint
 from qerl_core.rundir.locks import wait_for_lock
 from qerl_core.rundir.refusals import CODE as REFUSED
+from qerl_core.rundir.stops import in_words, note_at_stop
 from qerl_core.seeding import derive
 
 log = logging.getLogger(__name__)
@@ -72,7 +74,8 @@ def base_checkpoint(model: Model, task: Task, root: str, start: Callable[[list[s
         if not is_finished(run_dir):
             told = "warm start of model=%s: %d steps, done once, then kept in %s; each line says how long it will take"
             log.info(told, model.name, warm_start.steps, run_dir)
-            code = wait(start([*run_command(), *overrides]))
+            with note_at_stop(partial(in_words, run_dir, f"the warm start of model={model.name}")):
+                code = wait(start([*run_command(), *overrides]))
             require(code != REFUSED, f"the warm start of model={model.name} was refused, for the reason above")
             if code != 0:
                 raise TrainingStopped(f"the warm start of model={model.name} ended with code {code}: {run_dir}/run.log")

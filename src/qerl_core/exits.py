@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ from qerl_core.options.suggestions import unread
 from qerl_core.process.arguments import wrap_lines
 from qerl_core.process.out_of_memory import shortage
 from qerl_core.process.terminal import lasting_output
-from qerl_core.process.termination import Terminated, terminations_raise
+from qerl_core.process.termination import Terminated, end_quietly, terminations_raise
 from qerl_core.process.torchrun import ERROR_FILE, tell_torchrun
 from qerl_core.rundir.disk_errors import deleted_folder, failure
 from qerl_core.rundir.refusals import CODE as REFUSED
@@ -35,7 +36,8 @@ def guarded(main: Callable[[], None]) -> None:
 def exit_in_words(stopped: str) -> Iterator[None]:
     """Exit with a message, not a traceback: code 2 for bad input, 1 for failed runs and disks.
 
-    Ctrl-C gives `stopped` and code 130, SIGTERM 143, SIGHUP 129; a run of another process 75.
+    Ctrl-C gives code 130, SIGTERM 143, SIGHUP 129, with the note that the stop carries (`rundir/stops.py`), or with
+    `stopped`; a run of another process 75.
     """
     report = os.environ.get(ERROR_FILE)  # now, because a rank removes what torchrun has set
     try:
@@ -47,10 +49,10 @@ def exit_in_words(stopped: str) -> Iterator[None]:
         message, code = explain(error), REFUSED
     except TrainingStopped as error:
         message, code = str(error), 1
-    except KeyboardInterrupt:
-        message, code = stopped, 128 + signal.SIGINT
+    except KeyboardInterrupt as error:
+        message, code = noted(error, stopped), 128 + signal.SIGINT
     except Terminated as error:
-        message, code = f"{error}: {stopped}", 128 + error.signum
+        message, code = f"{error}: {noted(error, stopped)}", 128 + error.signum
     except (SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # a panic of Rust is no Exception
@@ -62,10 +64,17 @@ def exit_in_words(stopped: str) -> Iterator[None]:
             raise
     else:
         return
+    finally:
+        atexit.unregister(end_quietly)
+        atexit.register(end_quietly)  # the last to be registered is the first to be called
     print(wrap_lines(message), file=sys.stderr)
     if report is not None and code == REFUSED:
         tell_torchrun(Path(report), wrap_lines(message))
     sys.exit(code)
+
+
+def noted(stop: BaseException, otherwise: str) -> str:
+    return "; ".join(getattr(stop, "__notes__", [otherwise]))
 
 
 @contextmanager

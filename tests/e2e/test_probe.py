@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from qerl_bench.__main__ import main
+from qerl_bench.probe import parts
 from qerl_core.process.arguments import whole
 from tests.models.gguf_files import model_of, write
 from tests.parallel.programs import UNDRAWN
@@ -80,6 +82,65 @@ def test_a_study_of_two_copies_keeps_every_answer_and_trains_all_arms_on_the_sam
     assert [*record["formats"]] == ["bf16", "nvfp4"] and any("something to learn" in line for line in record["advice"])
     rows = pd.read_parquet(tmp_path / "alone" / "answers.parquet")
     assert rows.groupby("quant").size().tolist() == [4 * 3] * 2 and record["advice"][-1] in alone.stdout
+
+
+@pytest.mark.slow
+def test_a_probe_that_is_stopped_again_and_again_has_the_numbers_of_one_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each attempt gets four parts further. Nothing is asked twice, and the tables so far are on a page."""
+    write(tmp_path / "two-layers.gguf", model_of("qwen2"), "Q4_1")
+    monkeypatch.chdir(tmp_path)
+    words = [
+        *("probe", "experiment=smoke", "model=two-layers.gguf", "task=arithmetic", "task.max_completion_tokens=6"),
+        *("rollout.group_size=2", "formats=bf16,nvfp4", "questions=2", "samples=2", "answer_formats=tags,boxed"),
+        *("temperatures=0,1", "sigmas=0.5", "rise=0"),
+    ]
+    asked: list[str] = []
+    kept, ask = parts.write_atomically, parts.asked_at
+    monkeypatch.setattr(parts, "asked_at", lambda *given: (asked.append("asked"), ask(*given))[1])
+    main([*words, "out=alone"])
+    assert len(asked) == 2 + 2 * 2 and not [*(tmp_path / "alone").glob("parts-*")]
+
+    def stopping(limit: int) -> Callable[[Path, str], None]:
+        left = [limit]
+
+        def write_part(path: Path, text: str) -> None:
+            kept(path, text)
+            left[0] -= path.suffix == ".json"
+            if left[0] == 0:
+                raise KeyboardInterrupt
+
+        return write_part
+
+    attempts, pages, ended = 0, [], False
+    while not ended:
+        monkeypatch.setattr(parts, "write_atomically", stopping(4))
+        attempts += 1
+        capsys.readouterr()
+        try:
+            main([*words, "out=stopped"])
+            ended = True
+        except SystemExit as end:
+            assert end.code == 130
+            (folder,) = (tmp_path / "stopped").glob("parts-*")
+            page = (folder / "probe.md").relative_to(tmp_path)
+            said = f"stopped; {4 * attempts} parts are saved, tables so far in {page}, and the same command goes on"
+            assert whole(capsys.readouterr().err).endswith(f"{said} behind them\n")
+            pages.append((folder / "probe.md").read_text())
+    assert attempts > 3 and len(asked) == 2 * (2 + 2 * 2)
+    heads = [page.count("\n## ") for page in pages]
+    assert heads[0] == 1 and "| tags |" in pages[0] and "| nvfp4 | 0 |" in pages[-1] and "so far" in pages[-1]
+
+    def numbers(name: str) -> dict[str, Any]:
+        record = json.loads((tmp_path / name / "probe.json").read_text())
+        for one in record["formats"].values():
+            one |= dict.fromkeys(("started", "ended", "tokens_per_s", "memory_gib"))
+        return record | dict.fromkeys(("started", "ended", "environment"))
+
+    assert numbers("stopped") == numbers("alone")
+    tables = [pd.read_parquet(tmp_path / name / "answers.parquet") for name in ("alone", "stopped")]
+    pd.testing.assert_frame_equal(*tables)
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,12 @@ from qerl_bench.__main__ import main
 from qerl_bench.commands.eval import main as evaluate_again
 from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build, compose
+from qerl_bench.model.digest import file_digest
 from qerl_bench.sweep.table import sweep_table
 from qerl_core.checks import ConfigError
 from qerl_core.process.arguments import whole
 from tests.parallel import ranks
+from tests.short_runs import killed_in_step, without_figures
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "src" / "run.py"
@@ -195,12 +197,13 @@ def test_two_runs_of_one_seed_agree_bit_for_bit(learning_root):
     pd.testing.assert_frame_equal(*samples)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_run_continues_and_equals_the_uninterrupted_one(learning_root, signum):
-    """SIGTERM ends it after its step with a checkpoint, kill -9 leaves that of step 2."""
+    """SIGTERM and Ctrl-C end it after its step with a checkpoint, kill -9 leaves that of step 2."""
     name = f"stopped-{signum}"
     words = [*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", f"name={name}", f"root={learning_root}"]
-    process = ranks.start(words, learning_root / "stopped.log")
+    log = learning_root / f"{name}.log"
+    process = ranks.start(words, log, sabotage=hears_signals)
     metrics = learning_root / "runs" / name / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not (metrics.exists() and '"kind": "train", "step": 3' in metrics.read_text()):
@@ -211,9 +214,12 @@ def test_a_stopped_run_continues_and_equals_the_uninterrupted_one(learning_root,
     process.join()
     straight, stopped = (learning_root / "runs" / run_name for run_name in ("straight", name))
     kept = max(int(folder.name.removeprefix("step_")) for folder in (stopped / "checkpoints").glob("step_*"))
-    if signum == signal.SIGTERM:
-        assert process.exitcode == 143 and kept in (3, 4)
-        assert "failed: SIGTERM" in (stopped / "run.log").read_text().splitlines()[-1]
+    if signum != signal.SIGKILL:
+        said, named = log.read_text().splitlines()[-1], "SIGTERM: " if signum == signal.SIGTERM else ""
+        assert process.exitcode == 128 + signum and kept in (3, 4)
+        assert said == f"{named}stopped; step {kept} is saved, and the same command goes on from there"
+        reason = "SIGTERM" if signum == signal.SIGTERM else "Ctrl-C"
+        assert f"failed: {reason}" in (stopped / "run.log").read_text().splitlines()[-1]
     assert not (stopped / "done.json").exists()
     with open(metrics, "a") as file:
         file.write('{"kind": "train", "step": 4, "ti')  # what a kill in the middle of a write leaves
@@ -225,6 +231,49 @@ def test_a_stopped_run_continues_and_equals_the_uninterrupted_one(learning_root,
     done, env = (json.loads((stopped / name).read_text()) for name in ("done.json", "env.json"))
     assert done["started"] < continued - 0.5 < continued < done["ended"]
     assert done["base"] == env["base"] and done["base"].startswith("sha256:")
+
+
+def hears_signals(rank: int) -> None:
+    """Whatever started the tests, as nohup and shells do in the background, may have ignored Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_warm_start_saves_its_step_and_says_so(tmp_path):
+    log = tmp_path / "said.log"
+    words = [*SMALL, "model=tiny", "model.warm_start_steps=5000", f"root={tmp_path}"]
+    process = ranks.start(words, log, sabotage=hears_signals)
+    deadline = time.monotonic() + 300
+    while not any('"step": 3' in file.read_text() for file in tmp_path.glob("cache/runs/*/metrics.jsonl")):
+        assert process.is_alive() and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGINT)
+    process.join()
+    (saved,) = tmp_path.glob("cache/runs/*/checkpoints/step_*")
+    step = int(saved.name.removeprefix("step_"))
+    assert process.exitcode == 130 and 3 <= step < 100
+    assert log.read_text().endswith(
+        f"stopped; step {step} of the warm start of model=tiny is saved, and the same command goes on from there\n"
+    )
+
+
+def test_a_killed_warm_start_goes_on_from_step_100_to_the_same_base(tmp_path):
+    experiment = build(compose(["model=tiny", *SMALL, "model.warm_start_steps=300"]))
+    recipe = [*experiment.model.warm_start_overrides(), *experiment.task.warm_start_overrides()]
+    for name in ("alone", "killed"):
+        cfg = compose([*recipe, "steps=102", "rollout.prompts_per_step=4", f"root={tmp_path}", f"name={name}"])
+        checkpoints = tmp_path / "runs" / name / "checkpoints"
+        with without_figures():
+            if name == "killed":
+                with killed_in_step(102):
+                    run_experiment(build(cfg), cfg)
+                assert [folder.name for folder in checkpoints.iterdir()] == ["step_000100"]
+            run_experiment(build(cfg), cfg)
+        assert [folder.name for folder in checkpoints.iterdir()] == ["step_000102"]
+    alone, killed = (tmp_path / "runs" / name for name in ("alone", "killed"))
+    weights = "checkpoints/step_000102/model/model.safetensors"
+    assert file_digest(alone / weights) == file_digest(killed / weights)
+    assert records(alone) == records(killed)
 
 
 def test_a_finished_run_is_not_run_again(learning_root):

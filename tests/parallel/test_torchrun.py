@@ -43,8 +43,8 @@ def test_sigterm_to_torchrun_ends_the_run_after_its_step_with_a_checkpoint(tmp_p
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         process.wait(LIMIT_S)
-    assert said.read_text().count("SIGTERM: stopped; the same command continues") == 1, said.read_text()
     last = records(folder)[-1]["step"]
+    assert said.read_text().count(f"SIGTERM: stopped; step {last} is saved, and the same") == 1, said.read_text()
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step_{last:06d}"]
     assert json.loads((folder / "env.json").read_text())["ranks"] == 2
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ import pytest
 
 from hydra_plugins.process_launcher.launcher import ProcessLauncher
 from qerl_bench import experiment as loop
+from qerl_bench.__main__ import main
 from qerl_bench.sweep import processes
 from qerl_core.checks import ConfigError
+from qerl_core.process import termination
+from qerl_core.process.arguments import whole
 from qerl_core.process.gpu_share import RUNS_ON_GPU, neighbours
-from qerl_core.process.progress import watch
-from qerl_core.process.termination import Terminated, terminations_noted, terminations_raise
+from qerl_core.process.progress import phase, watch
+from qerl_core.process.termination import Terminated, terminations_held, terminations_noted, terminations_raise
 from qerl_core.rundir import locks
 from qerl_core.sweeps.pace import AROUND, Pace, share_to_make, time_left
 from qerl_core.sweeps.points import Point, SweepFailed
@@ -266,7 +270,8 @@ def test_runs_end_with_the_launcher(tmp_path: Path, signum: signal.Signals) -> N
     parent.send_signal(signum)
     said = parent.communicate(timeout=30)[1].decode()
     assert parent.returncode == (-9 if signum == signal.SIGKILL else 128 + signum)
-    assert ("stopped" in said) == (signum != signal.SIGKILL)
+    words = "stopped; 0 of 2 runs are done; a: no step is saved; b: no step is saved; the same command goes on"
+    assert (words in whole(said)) == (signum != signal.SIGKILL)
     wait_until(lambda: not any(running(pid) for pid in pids))
 
 
@@ -305,6 +310,49 @@ def test_terminations_are_raised_once_or_noted() -> None:
         assert error.value.signum == signal.SIGTERM
         os.kill(os.getpid(), signal.SIGTERM)  # the same request, sent by somebody else
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.usefixtures("signals_heard")
+def test_a_second_ctrl_c_ends_a_step_at_once_and_one_that_comes_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminations_noted(noting=True) as noted:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)  # as a launcher passes on what the terminal has sent already
+        os.kill(os.getpid(), signal.SIGINT)
+        assert noted.signum == signal.SIGINT
+        monkeypatch.setattr(termination, "REPEAT_S", 0.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.usefixtures("signals_heard")
+def test_a_stop_that_a_library_swallows_comes_with_the_next_phase() -> None:
+    with terminations_raise():
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), phase("loading"):
+            pass
+        with phase("unwinding"):
+            pass
+    imported = False
+    with terminations_raise(), pytest.raises(Terminated), terminations_held():
+        os.kill(os.getpid(), signal.SIGTERM)
+        imported = True
+    assert imported
+
+
+@pytest.mark.usefixtures("signals_heard")
+@pytest.mark.parametrize("place", ["load_packed", "preflight"])
+def test_ctrl_c_while_a_model_is_made_is_a_line(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = "qerl_bench.model_setup" if place == "load_packed" else "qerl_bench.run_setup"
+    monkeypatch.setattr(f"{module}.{place}", lambda *given, **more: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(SystemExit) as end:
+        main(["run", "experiment=smoke", "quant=nvfp4", "device=cpu", f"root={tmp_path}"])
+    said = capsys.readouterr().err
+    assert end.value.code == 130 and "Traceback" not in said
+    assert said.endswith("stopped; no step is saved, and the same command begins again\n")
 
 
 def test_a_signal_while_the_last_step_is_saved_ends_the_run_before_its_evaluation(

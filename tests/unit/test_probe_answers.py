@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from qerl_bench.commands.probe import check, parsed
+from qerl_bench.dose import Dose
+from qerl_bench.probe import rise
 from qerl_bench.probe.answers import SCHEMA, TOP_P, Asked, asked_at, numbers, sampling, table
 from qerl_bench.probe.one_model import best_of
+from qerl_bench.probe.parts import Parts
 from qerl_core.checks import ConfigError
 from qerl_core.records import Prompt, Rollout
 from qerl_studies.probes.advice import advice, learnable
@@ -99,6 +105,37 @@ def test_the_best_answer_format_reads_most_right_answers_then_most_answers() -> 
     one = {name: {"correct": [right], "found": share} for name, right, share in (("a", 1, 0.2), ("b", 1, 0.9))}
     assert best_of(one, "a") == "b" and best_of(one | {"c": {"correct": [2], "found": 0.1}}, "a") == "c"
     assert best_of({"a": one["a"], "b": one["a"]}, "b") == "b"
+
+
+def test_a_search_for_a_rise_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entropy is 1 plus sigma. The first attempt ends in its fourth sampling; no sigma is sampled twice."""
+    sampled: list[float] = []
+    limit = [3]
+
+    def noisy_samples(*given: Any) -> float:
+        if len(sampled) == limit[0]:
+            raise KeyboardInterrupt
+        sampled.append(given[4])
+        return given[4]
+
+    doses = [Dose(sigma=sigma, entropy=1 + sigma, kl=sigma, accuracy=0.0) for sigma in (0.0, 0.4)]
+    monkeypatch.setattr(rise, "noisy_samples", noisy_samples)
+    monkeypatch.setattr(rise, "mean_entropy", lambda sigma: 1 + sigma)
+    monkeypatch.setattr(rise, "curve", lambda *given: doses)
+    monkeypatch.setattr(rise, "on_base_of", lambda *given: nullcontext((None, None)))
+    experiment: Any = SimpleNamespace(task=SimpleNamespace(train_prompts=lambda *given: []), sampled=None)
+    nothing: Any = None
+
+    def search(*keep: Any) -> dict[str, Any]:
+        return rise.sigma_of_rise(experiment, nothing, nothing, 0.4, 1, 1, *keep)
+
+    with pytest.raises(KeyboardInterrupt):
+        search(Parts(tmp_path, "the same question"))
+    limit[0] = 100
+    found = search(Parts(tmp_path, "the same question"))
+    assert len(sampled) == len({*sampled}) > 4
+    assert search() == found == search(Parts(tmp_path, "another question"))
+    assert len(sampled) == 3 * len({*sampled})
 
 
 RISE = {"sigma": 0.12, "rise": 0.11, "kl": 0.03}

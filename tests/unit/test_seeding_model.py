@@ -205,7 +205,7 @@ def test_the_warm_start_is_a_run_of_its_own() -> None:
         0,
         "none",
     )
-    assert (experiment.steps, experiment.save_every, experiment.optim.warmup_steps) == (70, 70, 20)
+    assert (experiment.steps, experiment.save_every, experiment.optim.warmup_steps) == (70, 100, 20)
     assert experiment.model.warm_start_overrides() is None  # or it would start a warm start of its own
     for key in ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size"):
         assert getattr(experiment.model, key) == getattr(_tiny(), key)
@@ -242,6 +242,7 @@ def test_a_small_base_is_pretrained_under_its_own_name_and_once_for_all_outliers
     def pretraining(*words: str) -> Experiment:
         return build(compose(build(compose([f"model=small/{size}", *words])).model.warm_start_overrides()))
 
+    assert (pretraining().save_every, pretraining().checkpoints.keep) == (100, 1)
     made, model = pretraining("model.seed=3"), build(compose([f"model=small/{size}", "model.seed=3"])).model
     assert made.name.startswith(f"small-{size}-bf16-none-sft-")
     assert vars(made.model) == {**vars(model), "warm_start_steps": 0}

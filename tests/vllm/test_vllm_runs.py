@@ -108,7 +108,7 @@ def test_a_run_that_ends_badly_leaves_no_process_and_no_file(
         else:  # Ctrl-C reaches every process of the terminal
             os.killpg(run.pid, signal.SIGINT)
             assert run.wait(60) == 130
-            assert "continues from the last checkpoint" in (tmp_path / "output.txt").read_text()
+            assert re.search(r"stopped; step \d+ is saved", (tmp_path / "output.txt").read_text())
             assert not list(SHARED_MEMORY.glob(f"{PREFIX}{run.pid}-*"))
         assert _gone(below), f"left of {below}: {[pid for pid in below if is_running(pid)]}"
     finally:

@@ -7,8 +7,9 @@ Words with other keys are options of a run. The answer formats are compared on g
 format; all else is asked in the best of them, unless the words set task.answer_format. Temperatures below 1 have top-p
 0.95. Noise is measured where the run's `noise` options put it: a curve over `sigmas`, and the sigma that raises the
 entropy by `rise` (0: none). Prints tables and a recommendation, and writes probe.html, a page of these with some
-answers, probe.md, probe.json and answers.parquet, a row for each answer. Weight formats that cannot run here are left
-out, with a line.
+answers, probe.md, probe.json and answers.parquet, a row for each answer. While it goes on parts-KEY/probe.md has the
+tables so far, and the same command goes on behind a stop or kill. Weight formats that cannot run here are left out,
+with a line.
 """
 
 from __future__ import annotations
@@ -94,14 +95,14 @@ def main(arguments: list[str]) -> None:
     first = next(iter(experiments.values()))
     first.check_model()
     out.mkdir(parents=True, exist_ok=True)
-    record, rows = probe(experiments, options, chosen="task.answer_format" in keys_of(words))
-    asked = {key: value for key, value in vars(options).items() if key not in ("out", "words")}
-    record = {"words": words, "options": asked, **record}
+    record, rows, parts = probe(experiments, options, "task.answer_format" in keys_of(words), out)
+    record = {"words": words, **record}
     record["advice"] = advice(record)
     write_atomically(out / "probe.json", json.dumps(record, indent=1))
     write_atomically(out / "probe.md", text := markdown(record))
     parquet.write_table(rows, out / "answers.parquet", compression="zstd")
     write_atomically(out / "probe.html", model_page(record, rows.to_pylist()))
+    parts.drop()
     print(text, *(out / name for name in ("probe.html", "probe.md", "probe.json", "answers.parquet")), sep="\n")
 
 

@@ -12,7 +12,8 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -36,7 +37,9 @@ from qerl_core.process.failure import failure_in_log
 from qerl_core.process.hidden_packages import hidden_packages
 from qerl_core.process.installation import CONF_DIR
 from qerl_core.process.progress import phase
+from qerl_core.process.termination import terminations_held
 from qerl_core.rundir.refusals import nothing_left_if_refused
+from qerl_core.rundir.stops import in_words, note_at_stop
 from qerl_core.sweeps.points import flags_first, with_swept_axes
 
 log = logging.getLogger(__name__)
@@ -101,7 +104,7 @@ def run(world: World) -> None:
     def run_one(cfg: DictConfig) -> None:
         user_options.use(search_folders(HydraConfig.get().runtime))
         check_option_names(cfg, HydraConfig.get().runtime)
-        with hidden_packages(), uncollected(), phase("importing PyTorch"):
+        with hidden_packages(), uncollected(), phase("importing PyTorch"), terminations_held():
             import_module("qerl_bench.experiment")
 
         warn_of_single_point(HydraConfig.get())
@@ -152,6 +155,9 @@ def main(words: list[str]) -> None:
         words = Composer().spelled_out(words)
         words = with_swept_axes(words) if sweep else words
         sys.argv[1:] = flags_first([*words, *world.words])  # where Hydra reads them
-        own_folder = nothing_left_if_refused(point.run_dir) if point is not None and world.first else nullcontext()
-        with own_folder:
+        with ExitStack() as around:
+            if point is not None:
+                around.enter_context(note_at_stop(partial(in_words, point.run_dir)))
+            if point is not None and world.first:
+                around.enter_context(nothing_left_if_refused(point.run_dir))
             run(world)

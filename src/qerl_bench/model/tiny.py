@@ -38,7 +38,6 @@ class TinyModel(Qwen2Spec):
         return [
             f"experiment={self.recipe()}",
             f"steps={self.warm_start_steps}",
-            f"save_every={self.warm_start_steps}",
             *(f"model.{key}={getattr(self, key)}" for key in shape),
         ]
 

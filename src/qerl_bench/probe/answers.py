@@ -42,13 +42,17 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The answers at one temperature, `samples` to each question one after the other, and how long they took."""
+    """The answers at one temperature, `samples` to each question one after the other, and how long they took.
+
+    `peak_gib` is of the memory since its last reset, None if nobody looked.
+    """
 
     temperature: float
     samples: int
     rollouts: list[Rollout]
     rows: list[dict[str, Any]]
     seconds: float
+    peak_gib: float | None = None
 
     @property
     def tokens(self) -> int:

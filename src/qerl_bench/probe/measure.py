@@ -6,9 +6,10 @@ noise. The other format is the first that was measured: its policy stays in memo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -17,9 +18,10 @@ from qerl_bench.dose import curve, kl_to
 from qerl_bench.engine.base import RolloutEngine
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.policy import Policy
-from qerl_bench.probe.answers import Asked, asked_at, first, numbers, table
-from qerl_core.process.device import peak_gib, reset_peak
-from qerl_core.process.progress import phase
+from qerl_bench.probe.answers import Asked, first, numbers, table
+from qerl_bench.probe.parts import Keep, anew, kept_answers
+from qerl_core.process.device import reset_peak
+from qerl_core.process.progress import bar, phase
 from qerl_core.records import Prompt, Rollout
 from qerl_core.seeding import derive
 
@@ -63,18 +65,25 @@ class Reference:
 
 
 def measure(
-    experiment: Experiment, policy: Policy, engine: RolloutEngine, wanted: Wanted, reference: Reference
+    experiment: Experiment,
+    policy: Policy,
+    engine: RolloutEngine,
+    wanted: Wanted,
+    reference: Reference,
+    keep: Keep = anew,
+    tell: Callable[[Sequence[Asked]], None] = lambda asked: None,
 ) -> tuple[dict[str, Any], pa.Table]:
     """The numbers of this policy, and a row for each answer (`answers.SCHEMA`).
 
-    It becomes the reference if there is none yet. `correct`, `samples` and `entropy` are those of temperature 1.
+    It becomes the reference if there is none yet. `correct`, `samples` and `entropy` are those of temperature 1. `keep`
+    has the parts that are known already; `tell` hears of all answers so far after each temperature.
     """
-    started, device = datetime.now(UTC).isoformat(timespec="seconds"), policy.device.type
-    reset_peak(device)
-    prompts = wanted.prompts_of(experiment)
-    asked = [asked_at(experiment.task, engine, prompts, t, wanted.samples, wanted.draw) for t in wanted.temperatures]
-    recording = engine.sleep().get("time/recording_s", 0.0)
-    memory = peak_gib(device)
+    started = keep("started", lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    reset_peak(policy.device.type)
+    asked: list[Asked] = []
+    for t in wanted.temperatures:
+        asked.append(answers_of(experiment, engine, wanted, keep, t, policy.device.type))
+        tell(asked)
     (plain,) = (one for one in asked if one.temperature == 1)
     if reference.policy is None:
         reference.take(experiment, policy, plain)
@@ -84,13 +93,13 @@ def measure(
         "samples": found["samples"],
         "entropy": found["entropy"],
         "temperatures": {f"{one.temperature:g}": numbers(one) for one in asked},
-        "kl": kl_between(experiment, policy, plain, reference),
-        "curve": noise_curve(experiment, policy, engine, wanted),
+        "kl": keep("kl", lambda: kl_between(experiment, policy, plain, reference)),
+        "curve": noise_curve(experiment, policy, engine, wanted, keep),
         "norm_scale": policy.noise.median_scale(),
-        "tokens_per_s": sum(one.tokens for one in asked) / (sum(one.seconds for one in asked) - recording),
+        "tokens_per_s": sum(one.tokens for one in asked) / sum(one.seconds for one in asked),
         "weights_gib": weights_gib(policy),
         **({} if policy.calibration is None else {"calibration": policy.calibration}),
-        "memory_gib": memory,
+        "memory_gib": max(one.peak_gib for one in asked if one.peak_gib is not None),
         "started": started,
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -120,13 +129,29 @@ def kl_between(experiment: Experiment, policy: Policy, plain: Asked, reference: 
         }
 
 
-def noise_curve(experiment: Experiment, policy: Policy, engine: RolloutEngine, wanted: Wanted) -> list[dict[str, Any]]:
+def answers_of(
+    experiment: Experiment, engine: RolloutEngine | None, wanted: Wanted, keep: Keep, temperature: float, device: str
+) -> Asked:
+    """The answers at a temperature; without an engine they must be known."""
+    prompts, name = wanted.prompts_of(experiment), f"temperature {temperature:g}"
+    how = temperature, wanted.samples, wanted.draw
+    return kept_answers(keep, name, experiment.task, engine, prompts, *how, device)
+
+
+def noise_curve(
+    experiment: Experiment, policy: Policy, engine: RolloutEngine, wanted: Wanted, keep: Keep = anew
+) -> list[dict[str, Any]]:
     """Entropy, KL and accuracy without noise and with each sigma, of equal random numbers; empty without sigmas."""
-    if not wanted.sigmas:
-        return []
     prompts = experiment.task.train_prompts(1, wanted.prompts, derive("dose"))
-    doses = curve(_at_one(experiment), policy, engine, prompts, [0.0, *wanted.sigmas], wanted.draws)
-    return [asdict(one) for one in doses]
+
+    def dose(sigma: float) -> dict[str, Any]:
+        (one,) = curve(_at_one(experiment), policy, engine, prompts, [sigma], wanted.draws)
+        return asdict(one)
+
+    sigmas = [0.0, *wanted.sigmas] if wanted.sigmas else []
+    return [
+        keep(f"sigma {sigma!r}", partial(dose, sigma)) for sigma in bar(sigmas, "measuring noise", len(sigmas), "sizes")
+    ]
 
 
 def weights_gib(policy: Policy) -> float:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -14,9 +17,11 @@ from qerl_bench.engine.base import RolloutEngine
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.gguf.convert import record_of, told
+from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import base_checkpoint, build_policy
-from qerl_bench.probe.answers import asked_at, numbers, table
-from qerl_bench.probe.measure import Reference, Wanted, measure
+from qerl_bench.probe.answers import Asked, numbers, table
+from qerl_bench.probe.measure import Reference, Wanted, answers_of, measure
+from qerl_bench.probe.parts import Parts, kept_answers
 from qerl_bench.probe.rise import sigma_of_rise
 from qerl_bench.run_setup import prepare_device
 from qerl_bench.task.grader.extract import ANSWER_FORMATS
@@ -24,10 +29,14 @@ from qerl_bench.task.prompt_task import PromptTask
 from qerl_core.checks import require
 from qerl_core.process.progress import phase
 from qerl_core.rundir.environment import environment
+from qerl_core.rundir.stops import note_at_stop
+from qerl_studies.probes.page import so_far
 
 log = logging.getLogger(__name__)
 ANSWER_FORMAT_QUESTIONS = 64  # to choose the answer format, at most
 CURVE_PROMPTS = 32  # of a curve of noise, at most
+WHOLE = "measured"  # the part of a weight format that has all its numbers
+UNTOLD = ("metrics", "argv")  # of the environment
 DOSE_PROMPTS, DOSE_DRAWS = 8, 4  # of the search for a rise: draws of noise differ by more than prompts do
 
 
@@ -45,52 +54,142 @@ def runnable(experiments: dict[str, Experiment]) -> dict[str, Experiment]:
     return {quant: one for quant, one in experiments.items() if quant not in reasons}
 
 
-def probe(experiments: dict[str, Experiment], options: Any, chosen: bool) -> tuple[dict[str, Any], pa.Table]:
-    """The record and the answers. The answer format is the best of those asked in, unless it was `chosen`."""
-    started = datetime.now(UTC).isoformat(timespec="seconds")
+def probe(
+    experiments: dict[str, Experiment], options: Any, chosen: bool, out: Path
+) -> tuple[dict[str, Any], pa.Table, Parts]:
+    """The record, the answers, and the parts in `out` that both are of, for whoever has written them to delete.
+
+    The answer format is the best of those asked in, unless it was `chosen`.
+    """
     first = next(iter(experiments.values()))
     device = prepare_device(first.device, first.quant)
     base = base_checkpoint(first.model, first.task, first.root)
     if (origin := record_of(base)) and (rounded := told(origin)):
         log.info(rounded)
-    reference, parts = Reference(), []
-    answer_formats: dict[str, Any] = {}
-    found: dict[str, Any] = {}
-    best, prompt = getattr(first.task, "answer_format", None), ""
-    for quant, experiment in experiments.items():
+    digest = digest_of(first.model, base)
+    parts = Parts(out, repr((experiments, asked_for(options), chosen, digest, wanted(options).prompts_of(first))))
+    with note_at_stop(parts.in_words):
+        probing = Probing(experiments, options, chosen, base, device, parts)
+        record = {
+            "model": name_of_base(first.model),
+            "digest": digest,
+            "file": origin,
+            "task": first.task.name,
+            "group": first.rollout.group_size,
+            "max_completion_tokens": first.task.max_completion_tokens,
+            "options": asked_for(options),
+            "started": parts("started", now),
+            "environment": {key: value for key, value in environment(device).items() if key not in UNTOLD},
+        }
+        rows = probing.fill(record)
+    return record | {"ended": now()}, rows, parts
+
+
+class Probing:
+    """One probe that goes on: what it measures, and what later formats need of the first."""
+
+    def __init__(
+        self,
+        experiments: dict[str, Experiment],
+        options: Any,
+        chosen: bool,
+        base: Path | None,
+        device: str,
+        parts: Parts,
+    ) -> None:
+        self.experiments, self.options, self.chosen = experiments, options, chosen
+        self.base, self.device, self.parts = base, device, parts
+        self.first = next(iter(experiments.values()))
+        self.best: str | None = getattr(self.first.task, "answer_format", None)
+        self.reference = Reference()
+
+    def fill(self, record: dict[str, Any]) -> pa.Table:
+        """Complete `record`, and write the page of what is known after each part. Returns all answers."""
+        record |= {"answer_format": self.best, "answer_formats": {}, "formats": {}}
+        tables: list[pa.Table] = []
+        for quant, experiment in self.experiments.items():
+            known = self.parts.has(f"{quant} {WHOLE}")
+            with nullcontext((None, None)) if known else self.loaded(quant, experiment) as (policy, engine):
+                if experiment is self.first and isinstance(experiment.task, PromptTask):
+                    tables += self.in_answer_formats(record, engine)
+                one = in_answer_format(experiment, self.best)
+                measured = self.parts(f"{quant} {WHOLE}", partial(self.measured, record, quant, one, policy, engine))
+            record["formats"][quant] = measured
+            record["prompt"] = record.get("prompt", measured.pop("prompt"))
+            tables.append(labelled(table(self.answers(quant, one), self.options.texts), quant, self.best))
+            right = 100 * sum(measured["correct"]) / rights(measured)
+            log.info("%s: %.1f %% right at temperature 1", quant, right)
+            self.tell(record)
+        return pa.concat_tables(tables)
+
+    @contextmanager
+    def loaded(self, quant: str, experiment: Experiment) -> Iterator[tuple[Policy, RolloutEngine]]:
+        """The policy of a format and its engine; before them that of the first, if it was measured earlier."""
+        if experiment is not self.first and self.reference.policy is None:
+            first = next(iter(self.experiments))
+            one = in_answer_format(self.first, self.best)
+            (plain,) = (asked for asked in self.answers(first, one) if asked.temperature == 1)
+            with phase(f"loading {self.first.model.name} in {first}"):
+                self.reference.take(one, build_policy(self.first, self.base, self.device), plain)
         with phase(f"loading {experiment.model.name} in {quant}"):
-            policy = build_policy(experiment, base, device)
+            policy = build_policy(experiment, self.base, self.device)
         with closing(experiment.engine.build(policy)) as engine:
-            if experiment is first and isinstance(experiment.task, PromptTask):
-                answer_formats, asked = in_answer_formats(experiment, engine, options)
-                parts += asked
-                best = best if chosen or not answer_formats else best_of(answer_formats, best)
-            one = in_answer_format(experiment, best)
-            prompt = policy.text_of(wanted(options).prompts_of(one)[0])
-            measured, rows = measure(one, policy, engine, wanted(options), reference)
-            if options.rise > 0:
-                with phase(f"looking for the noise that raises entropy by {options.rise:.0%}"):
-                    prompts = min(DOSE_PROMPTS, options.questions)
-                    measured["rise"] = sigma_of_rise(one, policy, engine, options.rise, prompts, DOSE_DRAWS)
-        found[quant] = measured
-        parts.append(labelled(rows, quant, best))
-        log.info("%s: %.1f %% right at temperature 1", quant, 100 * sum(measured["correct"]) / rights(measured))
-    record = {
-        "model": name_of_base(first.model),
-        "digest": digest_of(first.model, base),
-        "file": origin,
-        "task": first.task.name,
-        "group": first.rollout.group_size,
-        "max_completion_tokens": first.task.max_completion_tokens,
-        "answer_format": best,
-        "prompt": prompt,
-        "answer_formats": answer_formats,
-        "formats": found,
-        "started": started,
-        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": {key: value for key, value in environment(device).items() if key not in ("metrics", "argv")},
-    }
-    return record, pa.concat_tables(parts)
+            yield policy, engine
+
+    def measured(
+        self, record: dict[str, Any], quant: str, one: Experiment, policy: Policy | None, engine: RolloutEngine | None
+    ) -> dict[str, Any]:
+        """All numbers of a weight format, and the text of a prompt."""
+        assert policy is not None and engine is not None
+        keep, options, size = self.parts.of(quant), self.options, wanted(self.options)
+
+        def tell(asked: Sequence[Asked]) -> None:
+            record["formats"][quant] = {"temperatures": {f"{at.temperature:g}": numbers(at) for at in asked}}
+            self.tell(record)
+
+        found = measure(one, policy, engine, size, self.reference, keep, tell)[0]
+        found["prompt"] = policy.text_of(size.prompts_of(one)[0])
+        if options.rise > 0:
+            with phase(f"looking for the noise that raises entropy by {options.rise:.0%}"):
+                prompts = min(DOSE_PROMPTS, options.questions)
+                found["rise"] = sigma_of_rise(one, policy, engine, options.rise, prompts, DOSE_DRAWS, keep)
+        return found
+
+    def answers(self, quant: str, one: Experiment) -> list[Asked]:
+        """The answers in a format, which are known, at all temperatures."""
+        size, keep = wanted(self.options), self.parts.of(quant)
+        return [answers_of(one, None, size, keep, at, self.device) for at in size.temperatures]
+
+    def in_answer_formats(self, record: dict[str, Any], engine: RolloutEngine | None) -> list[pa.Table]:
+        """Find what greedy answers are worth in each answer format, each asked for by its own instruction: their rows.
+
+        The best is that of all further questions. Without an engine all answers are known.
+        """
+        names = self.options.answer_formats or [*ANSWER_FORMATS]
+        found, tables = record["answer_formats"], []
+        for name in names if len(names) > 1 else ():
+            one = in_answer_format(self.first, name)
+            prompts = wanted(self.options).prompts_of(one)[:ANSWER_FORMAT_QUESTIONS]
+            how = f"answers in {name}", one.task, engine, prompts, 0, 1, "answers", self.device
+            asked = kept_answers(self.parts, *how)
+            found[name] = numbers(asked)
+            tables.append(labelled(table([asked], self.options.texts), self.first.quant.name, name))
+            self.tell(record)
+        if found and not self.chosen:
+            self.best = record["answer_format"] = best_of(found, self.best)
+        return tables
+
+    def tell(self, record: dict[str, Any]) -> None:
+        self.parts.page(so_far(record))
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def asked_for(options: Any) -> dict[str, Any]:
+    """The options of a probe that decide its numbers."""
+    return {key: value for key, value in vars(options).items() if key not in ("out", "words")}
 
 
 def rights(measured: dict[str, Any]) -> int:
@@ -109,21 +208,6 @@ def wanted(options: Any) -> Wanted:
         texts=options.texts,
         draw="answers",
     )
-
-
-def in_answer_formats(
-    experiment: Experiment, engine: RolloutEngine, options: Any
-) -> tuple[dict[str, dict[str, Any]], list[pa.Table]]:
-    """What greedy answers are worth in each answer format, each asked for by its own instruction, and their rows."""
-    names = options.answer_formats or [*ANSWER_FORMATS]
-    found, parts = {}, []
-    for name in names if len(names) > 1 else ():
-        one = in_answer_format(experiment, name)
-        prompts = wanted(options).prompts_of(one)[:ANSWER_FORMAT_QUESTIONS]
-        asked = asked_at(one.task, engine, prompts, 0, 1, "answers")
-        found[name] = numbers(asked)
-        parts.append(labelled(table([asked], options.texts), experiment.quant.name, name))
-    return found, parts
 
 
 def in_answer_format(experiment: Experiment, name: str | None) -> Experiment:

@@ -9,6 +9,7 @@ from qerl_bench.engine.base import RolloutEngine
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.policy import Policy
 from qerl_bench.probe.bisection import find_sigma
+from qerl_bench.probe.parts import Keep, anew
 from qerl_bench.run_setup import on_base_of
 from qerl_core.metrics.compute import mean_entropy
 from qerl_core.seeding import derive
@@ -17,18 +18,27 @@ START = 0.1  # sigma that is tried first
 
 
 def sigma_of_rise(
-    experiment: Experiment, policy: Policy, engine: RolloutEngine, rise: float, prompts: int, draws: int
+    experiment: Experiment,
+    policy: Policy,
+    engine: RolloutEngine,
+    rise: float,
+    prompts: int,
+    draws: int,
+    keep: Keep = anew,
 ) -> dict[str, Any]:
     """The sigma that raises the entropy of what the rollouts of `experiment` sample by `rise`, None if none does.
 
     Found with groups of `prompts` questions in each of `draws`; `rise`, `kl` and `entropy`, which is the one without
-    noise, are measured with as many others.
+    noise, are measured with as many others. `keep` has what is known of a search that was stopped.
     """
     search, check = (experiment.task.train_prompts(step, prompts, derive("dose")) for step in (1, 2))
     with on_base_of(experiment.sampled, "rollout.quant", experiment, policy, engine) as (_, sampler):
 
         def entropy(sigma: float) -> float:
-            return mean_entropy(noisy_samples(experiment, policy, sampler, search, sigma, range(draws)))
+            def sampled() -> float:
+                return mean_entropy(noisy_samples(experiment, policy, sampler, search, sigma, range(draws)))
+
+            return keep(f"entropy at sigma {sigma!r}", sampled)
 
         quiet = entropy(0.0)
         sigma, tried = find_sigma(lambda sigma: entropy(sigma) / quiet - 1, rise, START)

@@ -133,7 +133,11 @@ def _text_of(path: Path, number: int, line: str) -> str:
         text = json.loads(line)["text"]
     except (json.JSONDecodeError, KeyError, TypeError):
         text = None
-    require(isinstance(text, str) and text != "", f"{path}:{number}: expected a JSON object with a string under text")
+    require(
+        isinstance(text, str) and text != "",
+        f"quantizer.calibration.file={path}:{number}: expected a JSON object with a string under text; rename the "
+        "column, or give a plain text",
+    )
     return text  # type: ignore[return-value]
 
 

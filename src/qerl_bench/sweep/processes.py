@@ -26,6 +26,7 @@ from qerl_core.rundir.checkpoints import is_finished
 from qerl_core.rundir.locks import TELL_EVERY_S, WAIT_LIMIT_S, holder
 from qerl_core.rundir.refusals import CODE as REFUSED
 from qerl_core.rundir.refusals import discard
+from qerl_core.rundir.stops import note_at_stop, saved
 from qerl_core.sweeps.pace import Pace, counts, run_left, share_done, share_to_make, time_left
 from qerl_core.sweeps.points import Point
 
@@ -59,25 +60,35 @@ class Sweep:
 
     def run(self) -> list[tuple[Point, str]]:
         """The failed points, each with the reason in one line."""
-        told = -LOOK_S
-        try:
-            with phase("sweep") if self.side_by_side else nullcontext() as shown:
-                while self.todo or self.running or self.elsewhere or self.repeats():
-                    for slot in range(self.slots):
-                        if slot not in self.running:
-                            self.fill(slot)
-                    if not self.running and self.elsewhere:
-                        self.await_other(self.elsewhere.popleft())
-                    time.sleep(POLL_S)
-                    self.collect()
-                    if shown and time.monotonic() - told > LOOK_S:
-                        shown.label, told = self.state(), time.monotonic()
-                if shown:
-                    shown.label = self.state()
-        except BaseException as error:
-            self.stop(error)
-            raise
+        with note_at_stop(self.in_words):
+            try:
+                self.run_all()
+            except BaseException as error:
+                self.stop(error)
+                raise
         return self.failed
+
+    def run_all(self) -> None:
+        told = -LOOK_S
+        with phase("sweep") if self.side_by_side else nullcontext() as shown:
+            while self.todo or self.running or self.elsewhere or self.repeats():
+                for slot in range(self.slots):
+                    if slot not in self.running:
+                        self.fill(slot)
+                if not self.running and self.elsewhere:
+                    self.await_other(self.elsewhere.popleft())
+                time.sleep(POLL_S)
+                self.collect()
+                if shown and time.monotonic() - told > LOOK_S:
+                    shown.label, told = self.state(), time.monotonic()
+            if shown:
+                shown.label = self.state()
+
+    def in_words(self) -> str:
+        """What a stop leaves of this sweep, whose runs have ended."""
+        of_runs = [f"{one.point.name}: {saved(one.point.run_dir)} is saved" for one in self.running.values()]
+        done = f"{self.done} of {self.total} runs are done"
+        return f"stopped; {'; '.join([done, *of_runs])}; the same command goes on"
 
     def state(self) -> str:
         """Points done, running and failed, and about how long it will take."""

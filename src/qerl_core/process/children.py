@@ -60,8 +60,12 @@ def wait(child: Child) -> int:
 
 
 def signal_of(error: BaseException) -> int:
-    """The signal to send to children because of `error`: the one that this process got, or SIGTERM."""
-    return getattr(error, "signum", signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+    """The signal to send to children because of `error`: the one that this process got, or SIGTERM.
+
+    Ctrl-C is passed on as SIGTERM: a terminal sends it to children too, and a second one ends them without a
+    checkpoint.
+    """
+    return getattr(error, "signum", signal.SIGTERM)
 
 
 def stop(children: Collection[Child], signum: int, limit_s: float = STOP_LIMIT_S) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from qerl_core.checks import ConfigError, RunLocked, TrainingStopped
 from qerl_core.process.arguments import whole
-from qerl_core.process.termination import Terminated
+from qerl_core.process.termination import STOPS
 
 log = logging.getLogger("qerl_bench.failure")  # conf/run.yaml sends this logger to run.log only
 MARK = "failed: "
-INTENDED = (ConfigError, TrainingStopped, Terminated, KeyboardInterrupt)  # these say enough without a traceback
+INTENDED = (ConfigError, TrainingStopped, *STOPS)  # these say enough without a traceback
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from typing import Any, TextIO, TypeVar
 from tqdm import tqdm
 
 from qerl_core.process.arguments import WIDTH, wrap_lines
+from qerl_core.process.termination import raise_again
 
 Item = TypeVar("Item")
 tqdm.monitor_interval = 0  # no thread to refresh bars: Python waits for ever for one that gets no memory to start
@@ -195,6 +196,7 @@ def phase(label: str, total: int | None = None, unit: str = "") -> Iterator[Phas
 
     One whose namesake has taken over a minute is announced with that estimate.
     """
+    raise_again()
     last = watch.took.get(label, 0.0)
     if last > LONG_S:
         watch.say(f"{label}: about {duration(last)}")

@@ -17,13 +17,18 @@ Table = tuple[list[str], list[list[str]]]  # heads, rows
 
 def markdown(record: Mapping[str, Any]) -> str:
     """The page; `record` is what probe.json holds."""
-    parts = [
-        f"# Probe of {record['model']}",
-        asked(record),
-        "\n".join(f"- {line}" for line in record["advice"]),
-    ]
-    for title, several in tables(record).items():
-        parts += [f"## {title}", *(markdown_table(*one) for one in several)]
+    return _page(record, f"# Probe of {record['model']}", "\n".join(f"- {line}" for line in record["advice"]))
+
+
+def so_far(record: Mapping[str, Any]) -> str:
+    """The page of a probe that goes on. The last weight format may have some of its temperatures, and nothing else."""
+    return _page(record, f"# Probe of {record['model']}, so far", "The same command goes on behind what is here.")
+
+
+def _page(record: Mapping[str, Any], title: str, words: str) -> str:
+    parts = [title, asked(record), words]
+    for heading, several in tables(record).items():
+        parts += [f"## {heading}", *(markdown_table(*one) for one in several)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -41,9 +46,11 @@ def asked(record: Mapping[str, Any]) -> str:
 def tables(record: Mapping[str, Any]) -> dict[str, list[Table]]:
     """The tables by title."""
     found = {"Answer formats": [answer_formats(record["answer_formats"])]} if record["answer_formats"] else {}
-    found["Weight formats"] = [accuracies(record), sizes(record["formats"])]
-    if any(one["curve"] for one in record["formats"].values()):
-        found["Noise"] = [noise(record["formats"])]
+    whole = {quant: one for quant, one in record["formats"].items() if "kl" in one}
+    if record["formats"]:
+        found["Weight formats"] = [accuracies(record), *([sizes(whole)] if whole else [])]
+    if any(one["curve"] for one in whole.values()):
+        found["Noise"] = [noise(whole)]
     return found
 
 
