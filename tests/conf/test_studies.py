@@ -5,7 +5,6 @@ The same points come from sweeps/make.py, put on the command line by W&B's own c
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -35,6 +34,7 @@ from qerl_studies.design.design import read_design
 from qerl_studies.runs.comparable import load_runs
 from qerl_studies.runs.measure import WARM_UP
 from tests.run_folders import write_run
+from tests.wandb_agent import agent_commands
 
 ROOT = CONF_DIR.parent
 CLAIMS = claims_of(QERL)
@@ -441,15 +441,9 @@ COMMITTED = sorted((ROOT / "sweeps").glob("*.yaml"))
 
 
 def agent_words(sweep: dict[str, Any]) -> Iterator[list[str]]:
-    """What W&B's agent writes behind the program, point by point, built by the functions that it calls itself."""
-    utils = pytest.importorskip("wandb.sdk.launch.sweeps.utils")
-    parts = utils.create_sweep_command(sweep["command"])
-    start = parts.index("${program}") + 1
-    grid = {key: entry["values"] for key, entry in sweep["parameters"].items()}
-    for point in itertools.product(*grid.values()):
-        arguments = {key: {"value": value} for key, value in zip(grid, point, strict=True)}
-        built = utils.create_sweep_command_args({"args": arguments})
-        yield [word for part in parts[start:] for word in (built[part[2:-1]] if part.startswith("${") else [part])]
+    """What W&B's agent writes behind the program, point by point."""
+    for command in agent_commands(sweep):
+        yield command[command.index(sweep["program"]) + 1 :]
 
 
 @cache

@@ -221,6 +221,14 @@ def test_bases_repeat_a_setting_as_seeds_do_and_a_missing_one_is_named(tmp_path:
         Study(runs).complete_settings()
 
 
+def test_bases_may_have_a_seed_each_if_all_settings_have_the_same(tmp_path: Path) -> None:
+    """As copies of a released model have."""
+    runs = [make(tmp_path, seed, quant, base=seed) for quant in ("bf16", "nvfp4") for seed in (0, 1)]
+    assert len(Study(runs).complete_settings()) == 2
+    with pytest.raises(ConfigError, match=r"Missing: nvfp4-none.* seed=1\."):
+        Study(runs[:-1]).complete_settings()
+
+
 # --- pairs -----------------------------------------------------------------------------------------------------------
 
 ACCURACY = Measure("held-out", final_accuracy("sampled"), "points", 100.0, margin=0.01, level_format="{:.1%}")

@@ -237,9 +237,9 @@ def _implies(name: str, key: str, described: Sequence[Items]) -> bool:
 
 def missing(contrast: Contrast, stratum: Stratum) -> list[str]:
     """The runs that each arm lacks of a full grid of all bases and all seeds, one text for each arm and base."""
-    bases, seeds = list(dict.fromkeys(base for base, _ in stratum.cells)), {seed for _, seed in stratum.cells}
+    grid = {base: {seed for _, seed in stratum.cells} for base, _ in stratum.cells}
     pairs = zip(contrast.arms, stratum.arms, strict=True)
-    return [text for arm, runs in pairs for text in missing_runs(arm.label, runs, bases, seeds)]
+    return [text for arm, runs in pairs for text in missing_runs(arm.label, runs, grid)]
 
 
 def _frozen(items: Items) -> FrozenItems:

@@ -40,8 +40,8 @@ from qerl_studies.runs.resampling import (
 from qerl_studies.runs.settings import (
     Setting,
     describe_repeats,
+    gaps,
     group_by_setting,
-    missing_runs,
     rate_distance,
     require_complete,
 )
@@ -76,9 +76,8 @@ def scores(runs: Sequence[Run], metric: Callable[[Run], float]) -> tuple[dict[st
     nearest = min(_distance(group) for group in common)
     common = [group for group in common if _distance(group) == nearest]
     settings = [setting for group in common for setting in group.values()]
-    cells = sorted({cell for setting in settings for cell in setting.by_cell})
-    bases, seeds = list(dict.fromkeys(base for base, _ in cells)), {seed for _, seed in cells}
-    require_complete([text for one in settings for text in missing_runs(one.name, one.by_cell, bases, seeds)])
+    require_complete(gaps(settings))
+    cells = sorted(settings[0].by_cell)
     tables = {}
     for name in sorted(names, key=format_order):
         columns = [average_seeds(by_cell(group[name].runs, metric)).to_numpy()[0] for group in common]
@@ -125,14 +124,14 @@ def overview(tables: dict[str, np.ndarray], settings: str, label: str, generator
             if name != CONTROL:
                 _dot(better, height, stratified_bootstrap(table - control, probability_of_improvement, generator), name)
         better.axvline(0.5, color=GRAY, linewidth=0.7, zorder=0.5)
-        better.set_xlim(0, 1)
+        better.set_xlim(-0.03, 1.03)  # a whole dot at either end
         for ax in (middle, better):
             label_rows(ax, [name.upper() for name in tables])
         for tick, name in zip(middle.get_yticklabels(), tables, strict=True):
             tick.set_color(color(name))
         better.set_yticklabels([])
         middle.set_xlabel(f"interquartile mean, {label}")
-        better.set_xlabel("P(better than BF16 of the same seed)")
+        better.set_xlabel("P(better than its paired BF16)")
         middle.xaxis.set_major_formatter(percent)
         for ax, name in zip(profiles, others, strict=True):
             for one in (CONTROL, name):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -107,26 +107,22 @@ class Study:
         return Study([run for run in self.runs if run.noise in ("none", *noisy[:1])])
 
     def complete_settings(self, *crossed: str) -> list[Setting]:
-        """The settings, each with the same seeds and, within a kind of model, the same bases.
+        """The settings, each with the same seeds and, within a kind of model, the same bases: `gaps`.
 
         `crossed` are the keys of a factorial design, of which every combination of values must have been run. Raises
         ConfigError, with the list of missing runs, otherwise.
         """
         seeds = {run.option("seed") for run in self.runs}
-        bases: dict[str, dict[str, None]] = {}  # by kind of model
+        kinds: dict[str, list[Setting]] = {}
         for setting in self.settings:
-            bases.setdefault(_model(setting), {}).update((base, None) for base, _ in setting.by_cell)
-        missing = [
-            text
-            for setting in self.settings
-            for text in missing_runs(setting.name, setting.by_cell, [*bases[_model(setting)]], seeds)
-        ]
+            kinds.setdefault(_model(setting), []).append(setting)
+        missing = [text for settings in kinds.values() for text in gaps(settings, seeds)]
         present = [tuple(setting[key] for key in crossed) for setting in self.settings]
         for values in product(*(dict.fromkeys(column) for column in zip(*present, strict=True))):
             if values not in present:
                 pairs = zip(crossed, values, strict=True)
                 name = " ".join(f"{key.removesuffix('.name')}={value}" for key, value in pairs)
-                missing += missing_runs(name, (), [""], seeds)
+                missing += missing_runs(name, (), {"": seeds})
         require_complete(missing)
         return self.settings
 
@@ -146,12 +142,26 @@ def _model(setting: Setting) -> str:
     return repr(sorted(item for item in setting.runs[0].setting_items if item[0].startswith("model.")))
 
 
-def missing_runs(name: str, cells: Collection[Cell], bases: Sequence[str], seeds: Iterable[int]) -> list[str]:
-    """The runs that `name` lacks of all `bases` and `seeds`, one text per base."""
+def gaps(settings: Sequence[Setting], seeds: Collection[int] = ()) -> list[str]:
+    """The runs that settings of one kind of model lack of a design that all share, with all of `seeds`.
+
+    The design is the cells that any of them has if these give each base equally many seeds, which may be its own, as
+    the copies of a released model have; else all seeds of each base.
+    """
+    cells = sorted({cell for one in settings for cell in one.by_cell})
+    known = {seed for _, seed in cells}
+    seeds_of = {base: {seed for other, seed in cells if other == base} | ({*seeds} - known) for base, _ in cells}
+    if len({len(own) for own in seeds_of.values()}) > 1:
+        seeds_of = dict.fromkeys(seeds_of, {*seeds} | known)
+    return [text for one in settings for text in missing_runs(one.name, one.by_cell, seeds_of)]
+
+
+def missing_runs(name: str, cells: Collection[Cell], seeds_of: Mapping[str, Iterable[int]]) -> list[str]:
+    """The runs that `name` lacks of the seeds of each base, one text per base."""
     missing = []
-    for base in bases:
+    for base, seeds in seeds_of.items():
         lacking = sorted(seed for seed in seeds if (base, seed) not in cells)
-        where = f" of base {base}" if len(bases) > 1 else ""
+        where = f" of base {base}" if len(seeds_of) > 1 else ""
         missing += [f"{name}{where} seed={','.join(map(str, lacking))}"] if lacking else []
     return missing
 
