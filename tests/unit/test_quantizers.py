@@ -186,6 +186,20 @@ def test_gptq_with_independent_inputs_is_rounding(spec: Any) -> None:
     assert GPTQ_SPEC.pack(weight, spec, None, None).keys() == spec.pack(weight).keys()  # a layer no text reached
 
 
+@pytest.mark.gpu
+@formats
+def test_gptq_packs_the_same_bytes_from_a_recording(monkeypatch: pytest.MonkeyPatch, spec: Any) -> None:
+    weight, moment = _weights(40, 448).cuda(), _moment(448).cuda()
+    if 448 % spec.block_of(448):
+        pytest.skip("blocks that do not divide the width")
+    recorded = GPTQ_SPEC.pack(weight, spec, None, moment)
+    monkeypatch.setattr("qerl_bench.quantizer.gptq._Rounding.recorded", lambda rounding, *_: rounding)
+    looped = GPTQ_SPEC.pack(weight, spec, None, moment)
+    assert {key: value.view(torch.uint8).tolist() for key, value in recorded.items()} == {
+        key: value.view(torch.uint8).tolist() for key, value in looped.items()
+    }
+
+
 @pytest.mark.parametrize("chunk", [128, 16, 20, 8])
 def test_gptq_follows_the_textbook_update(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """Against the definition: quantize input j, then move the others to the least-squares answer under H.
