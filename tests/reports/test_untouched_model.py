@@ -135,9 +135,7 @@ def test_a_scale_that_is_no_16_bit_number_is_compared_as_rounded(
 
 
 @pytest.mark.parametrize("quant", ["bf16", "nvfp4"])
-def test_weights_in_32_bits_are_compared_as_the_run_rounds_them(
-    tmp_path: Path, quant: str
-) -> None:
+def test_weights_in_32_bits_are_compared_as_the_run_rounds_them(tmp_path: Path, quant: str) -> None:
     one = build_in_float32(tmp_path)
     words = [*builds.WORDS, f"model.id={one}", f"root={tmp_path}", f"quant={quant}", "model.dtype=bfloat16"]
     assert Checked(build(compose(words)), one).gaps()["sampled_gap_float32"] < 1e-5
