@@ -114,15 +114,13 @@ def test_own_format(
     assert {(score["n"], score["settings"]["quant"]) for score in scores} == {(4, "fp6")}
     assert run.name in (tmp_path / "report" / "index.html").read_text()
     assert '"fp6"' in (tmp_path / "probe" / "probe.json").read_text()
-    packed = [
-        {name for name in tensors_of(tmp_path / part) if "weight_packed" in name} for part in ("merged", "packed")
-    ]
-    assert [len(names) for names in packed] == [0, len(layers)]
+    packed = [sum("weight_packed" in name for name in tensors_of(tmp_path / part)) for part in ("merged", "packed")]
+    assert packed == [0, len(layers)]
     monkeypatch.chdir(tmp_path)
-    for words, said in {
+    for words, said in {  # without the folder first: a process keeps it
+        (f"runs/{run.name}",): f"--config-dir {tmp_path / 'mine'}",
         (f"runs/{run.name}", "quant=fp6", "--config-dir", "mine"): "quant=fp6 has no name in checkpoints of other",
         ("model=tiny_untrained", "quant=fp6", "--config-dir", "mine"): "quant=fp6 has no name in checkpoints of other",
-        (f"runs/{run.name}",): f"--config-dir {tmp_path / 'mine'}",
     }.items():
         with pytest.raises(SystemExit) as ended:
             main(["export", *words, "out=refused"])

@@ -129,7 +129,7 @@ def test_a_scale_that_is_no_16_bit_number_is_compared_as_rounded(
     one = experiment(name, "quant=bf16", "model.dtype=bfloat16")
     source = Path(one.model.id) if from_files else None  # type: ignore[attr-defined]
     checked = Checked(one, source)
-    scale = checked.policy.model.get_input_embeddings().embed_scale
+    scale: Any = checked.policy.model.get_input_embeddings().embed_scale
     assert scale.dtype == torch.bfloat16 and float(scale) == 13.875 != 192**0.5
     assert checked.gaps()["sampled_gap_float32"] < 1e-5
 
