@@ -11,9 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import yaml
+from safetensors import safe_open
 
+from qerl_bench.__main__ import main
 from qerl_bench.conduct.draft import Budget
 from tests.models import builds, gguf_files
 from tests.parallel.programs import UNDRAWN
@@ -72,8 +75,8 @@ def trained(run: Path) -> list[dict[str, Any]]:
 
 def test_every_page_is_tested() -> None:
     """serve.md in tests/vllm."""
-    names = ["does-it-help.md", "gguf.md", "learning-rate.md", "own-claim.md", "own-model.md", "own-schedule.md"]
-    names += ["own-task.md", "resume.md", "serve.md"]
+    names = ["does-it-help.md", "gguf.md", "learning-rate.md", "own-claim.md", "own-format.md", "own-model.md"]
+    names += ["own-schedule.md", "own-task.md", "resume.md", "serve.md"]
     assert [page.name for page in sorted(PAGES.iterdir())] == names
 
 
@@ -95,6 +98,39 @@ def test_own_schedule(follow: Follow) -> None:
     for run in runs:
         environment = json.loads((run / "env.json").read_text())
         assert list(environment["own_code"]) == ["halving.py"]
+
+
+@pytest.mark.slow
+def test_own_format(
+    tmp_path: Path, follow: Follow, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run,) = follow("own-format.md", TINY)
+    assert "-fp6-" in run.name and all(record["grad_norm"] > 0 for record in trained(run))
+    environment = json.loads((run / "env.json").read_text())
+    assert environment["own_folders"] == [str(tmp_path / "mine")] and [*environment["own_code"]] == ["fp6.py"]
+    layers = pd.read_parquet(run / "layers.parquet")
+    assert {*layers["quant"]} == {"fp6"} and layers["relative_error"].between(0.05, 0.06).all()
+    scores = json.loads((tmp_path / "again" / "eval.json").read_text())
+    assert {(score["n"], score["settings"]["quant"]) for score in scores} == {(4, "fp6")}
+    assert run.name in (tmp_path / "report" / "index.html").read_text()
+    assert '"fp6"' in (tmp_path / "probe" / "probe.json").read_text()
+    packed = [sum("weight_packed" in name for name in tensors_of(tmp_path / part)) for part in ("merged", "packed")]
+    assert packed == [0, len(layers)]
+    monkeypatch.chdir(tmp_path)
+    for words, said in {  # without the folder first: a process keeps it
+        (f"runs/{run.name}",): f"--config-dir {tmp_path / 'mine'}",
+        (f"runs/{run.name}", "quant=fp6", "--config-dir", "mine"): "quant=fp6 has no name in checkpoints of other",
+        ("model=tiny_untrained", "quant=fp6", "--config-dir", "mine"): "quant=fp6 has no name in checkpoints of other",
+    }.items():
+        with pytest.raises(SystemExit) as ended:
+            main(["export", *words, "out=refused"])
+        assert ended.value.code == 2 and said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "refused").exists()
+
+
+def tensors_of(folder: Path) -> list[str]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return [*file.keys()]
 
 
 @pytest.mark.slow

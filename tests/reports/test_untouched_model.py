@@ -119,6 +119,37 @@ def test_the_engine_writes_what_transformers_writes(checked: Callable[..., Check
     assert in_16_bits["sampled_gap_float32"] < CLOSE < in_16_bits["sampled_gap"] < 0.2
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gemma4_text"])
+@pytest.mark.parametrize("from_files", [True, False])
+def test_a_scale_that_is_no_16_bit_number_is_compared_as_rounded(
+    experiment: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch, name: str, from_files: bool
+) -> None:
+    """Gemma multiplies embeddings by sqrt(width), in the dtype of the model; the square root of 64 is exact."""
+    monkeypatch.setitem(builds.COMMON, "hidden_size", 192)
+    one = experiment(name, "quant=bf16", "model.dtype=bfloat16")
+    source = Path(one.model.id) if from_files else None  # type: ignore[attr-defined]
+    checked = Checked(one, source)
+    scale: Any = checked.policy.model.get_input_embeddings().embed_scale
+    assert scale.dtype == torch.bfloat16 and float(scale) == 13.875 != 192**0.5
+    assert checked.gaps()["sampled_gap_float32"] < 1e-5
+
+
+@pytest.mark.parametrize("quant", ["bf16", "nvfp4"])
+def test_weights_in_32_bits_are_compared_as_the_run_rounds_them(tmp_path: Path, quant: str) -> None:
+    one = build_in_float32(tmp_path)
+    words = [*builds.WORDS, f"model.id={one}", f"root={tmp_path}", f"quant={quant}", "model.dtype=bfloat16"]
+    assert Checked(build(compose(words)), one).gaps()["sampled_gap_float32"] < 1e-5
+
+
+def build_in_float32(root: Path) -> Path:
+    """A checkpoint whose weights are no BF16 numbers."""
+    folder = builds.build("llama", root / "float32")
+    tensors = load_file(folder / "model.safetensors")
+    moved = {name: tensor.float() * 1.0021 for name, tensor in tensors.items()}
+    save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def test_a_recorded_step_is_compared_too(checked: Callable[..., Checked]) -> None:
     one = checked("llama")
     one.engine.sampler = Sampler(one.policy, one.engine.limits)
@@ -309,9 +340,14 @@ def test_the_switch_is_read_of_configs_of_any_age(
 # --- other kinds of fault, planted -----------------------------------------------------------------------------------
 
 
-def test_padding_that_is_seen_is_refused(checked: Callable[..., Checked], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "remedy"), [("float32", "another model"), ("bfloat16", "model.dtype=float32, or another model")]
+)
+def test_padding_that_is_seen_is_refused(
+    checked: Callable[..., Checked], monkeypatch: pytest.MonkeyPatch, dtype: str, remedy: str
+) -> None:
     """A short prompt beside a long one is padded on the left."""
-    one = checked("llama")
+    one = checked("llama", f"model.dtype={dtype}")
     ids_of = hf_reference.prefill
 
     def unmasked(policy: Policy, prompt_ids: list[list[int]]) -> Any:
@@ -319,7 +355,7 @@ def test_padding_that_is_seen_is_refused(checked: Callable[..., Checked], monkey
         return ids_of(policy, [[policy.pad_id] * (width - len(ids)) + ids for ids in prompt_ids])
 
     monkeypatch.setattr(hf_reference, "prefill", unmasked)
-    with pytest.raises(ConfigError, match=r"nats off on average .*greedy after 5 tokens.*Use another model"):
+    with pytest.raises(ConfigError, match=rf"nats off on average .*greedy after 5 tokens.*Use {remedy}$"):
         one.gaps()
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.quant.export import _packed_tensors
 from qerl_bench.quant.nf4 import NF4
 from qerl_kernels import e2m1, mxfp4, nvfp4
 from qerl_kernels import symmetric as kernel
@@ -240,10 +239,7 @@ def test_symmetric_bytes_are_those_of_compressed_tensors(
         weight = _adversarial(dtype, scale, seed)
         if dtype == torch.float16 and scale == 30.0:
             weight[4] = 0  # beyond its range
-        ours = dict(_packed_tensors("", spec, spec.pack(weight), (48, 256)))
-        _assert_same_bytes(
-            {key.removeprefix("."): tensor for key, tensor in ours.items()}, _compressed(name, block, weight, True)
-        )
+        _assert_same_bytes(spec.stored(spec.pack(weight), (48, 256)), _compressed(name, block, weight, True))
         if dtype == torch.float32:
             assert all(
                 torch.equal(tensor.view(torch.uint8), other.view(torch.uint8))
@@ -264,8 +260,7 @@ def test_symmetric_weights_are_those_that_compressed_tensors_restores(
     compressor = "FloatQuantizationCompressor" if name == "fp8" else "PackedQuantizationCompressor"
     spec, weight = symmetric(name, block, str(dtype).removeprefix("torch.")), _adversarial(dtype, 0.02, 0)
     packed = spec.pack(weight)
-    tensors = {key.removeprefix("."): tensor for key, tensor in _packed_tensors("", spec, packed, (48, 256))}
-    theirs = getattr(base, compressor).decompress(tensors, _scheme(name, block))["weight"]
+    theirs = getattr(base, compressor).decompress(dict(spec.stored(packed, (48, 256))), _scheme(name, block))["weight"]
     assert theirs.dtype == dtype
     assert torch.equal(spec.operand(packed, (48, 256), dtype), theirs)
 

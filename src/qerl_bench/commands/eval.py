@@ -13,6 +13,7 @@ import difflib
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from qerl_core.process.cards import require_gpu
 from qerl_core.process.installation import CONF_DIR
 from qerl_core.process.terminal import log_to_stderr
 from qerl_core.rundir.checkpoints import check_checkpoint, step_of
-from qerl_core.rundir.finished_run import chosen_checkpoint, stored_config, without_training
+from qerl_core.rundir.finished_run import chosen_checkpoint, own_folders, stored_config, without_training
 from qerl_core.rundir.refusals import nothing_left_if_refused
 from qerl_core.rundir.run_dir import RunDir
 
@@ -67,7 +68,7 @@ def again(argv: list[str], world: World) -> None:
         bool(words or given["checkpoint"]),
         f"{run_dir}/eval.json has the evaluation as it was; say what to change. {USAGE}",
     )
-    cfg = apply_overrides(stored, words)
+    cfg = apply_overrides(stored, words, own_folders(run_dir))
     checkpoint = chosen_checkpoint(run_dir, (given["checkpoint"] or ["last"])[0], stored.steps)
     name = evaluation_name(cfg) + ("" if step_of(checkpoint) == stored.steps else f"-{checkpoint.name}")
     out = Path(given["out"][0]) if given["out"] else run_dir / "evals" / name
@@ -76,10 +77,11 @@ def again(argv: list[str], world: World) -> None:
         print(render(out))
 
 
-def apply_overrides(stored: DictConfig, words: list[str]) -> DictConfig:
+def apply_overrides(stored: DictConfig, words: list[str], had: Sequence[str] = ()) -> DictConfig:
     """`stored` with the overrides `words`: first the options (eval=task), then values in them (eval.samples=8).
 
-    Raises ConfigError for keys that do not exist and for words that would change the policy.
+    Its run `had` these folders of options of its own. Raises ConfigError for keys that do not exist and for words that
+    would change the policy.
     """
     cfg = stored.copy()
     search_path, others = split_search_path(words)
@@ -95,7 +97,7 @@ def apply_overrides(stored: DictConfig, words: list[str]) -> DictConfig:
     options = [override for override in parsed if (CONF_DIR / override.key_or_group).is_dir()]
     composed, runtime = Composer().chosen([*search_path, *(str(override.input_line) for override in options)])
     folders = search_folders(runtime)
-    refuse_foreign_classes(as_dict(stored), "", folders)
+    refuse_foreign_classes(as_dict(stored), "", folders, had)
     for override in options:
         cfg[override.key_or_group] = composed[override.key_or_group]
     for override in (override for override in parsed if override not in options):

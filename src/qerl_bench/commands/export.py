@@ -40,7 +40,7 @@ from qerl_core.process.installation import CONF_DIR
 from qerl_core.process.terminal import log_to_stderr
 from qerl_core.rundir.checkpoints import check_checkpoint
 from qerl_core.rundir.durable import check_new_folder
-from qerl_core.rundir.finished_run import chosen_checkpoint, stored_config, without_training
+from qerl_core.rundir.finished_run import chosen_checkpoint, own_folders, stored_config, without_training
 
 FORMATS = "fp8|int8|int4|nvfp4|mxfp4|nf4"
 USAGE = f"usage: qerl-bench export model=PATH_OR_ID quant={FORMATS} out=DIR [option=value ...]"
@@ -144,7 +144,7 @@ def asked_of(
     out = Path(chosen["out"])
     check_new_folder(out)
     cfg = stored_config(run_dir)
-    refuse_foreign_classes(as_dict(cfg), "", user_options.folders())
+    refuse_foreign_classes(as_dict(cfg), "", user_options.folders(), own_folders(run_dir))
     cfg.device = given.get("device", cfg.device)
     checkpoint = chosen_checkpoint(run_dir, given.get("checkpoint", "last"), cfg.steps)
     check_checkpoint(checkpoint)

@@ -27,7 +27,7 @@ from qerl_bench.engine.untouched import TEMPERATURES, TOKENS, Written, or_refuse
 from qerl_bench.model.attention import CACHES
 from qerl_bench.model.float32 import in_float32
 from qerl_bench.model.policy import Policy
-from qerl_bench.model.preflight import MAX_TOKEN_GAP, OWN_GAPS, stock
+from qerl_bench.model.preflight import MAX_TOKEN_GAP, OWN_GAPS, instead_of, stock
 from qerl_bench.model.stock import Origin, blocks_to_compare, first_blocks
 from qerl_bench.quant.linear import operands_kept
 from qerl_core.checks import ConfigError
@@ -180,7 +180,7 @@ def _require_equal(
         reason = "Its log-probabilities are right, and the tokens it chooses are not. "
     elif at_first <= most < later:
         reason = f"Each first token is right: what the model keeps of earlier ones is not. {_cache_words(policy)}"
-    dtype, remedy = (policy.model.dtype, "kernel=torch") if as_it_runs else (torch.float32, "another model")
+    dtype, remedy = (policy.model.dtype, "kernel=torch") if as_it_runs else (torch.float32, instead_of(policy))
     raise ConfigError(
         f"engine=hf does not write what {where} writes with transformers' generate: in {dtype} the log-probabilities "
         f"of its tokens are {mean:.3g} nats off on average (limit {limit:.2g}), at most {largest}, and the texts part "

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from qerl_bench.model.policy import Policy
 
@@ -28,8 +29,7 @@ def in_float32(policy: Policy) -> Iterator[None]:
                 stack.callback(handle.remove)
         for module in policy.model.modules():
             if isinstance(module, torch.nn.Embedding):
-                handle = module.register_forward_hook(lambda module, inputs, output: output.float())
-                stack.callback(handle.remove)
+                replace_forward(stack, module, _float32_embedding(module.forward))
         replace_forward(stack, head, _float32_head(head))
         yield
 
@@ -64,6 +64,24 @@ class _Converted:
         for parameters, name, parameter in self.originals:
             parameters[name] = parameter
         self.originals.clear()
+
+
+class _RowsInFloat32(TorchFunctionMode):
+    """Rows that are looked up are in FP32, so that an embedding multiplies them by its scale there (Gemma)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.float() if func is torch.nn.functional.embedding else result
+
+
+def _float32_embedding(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The embedding in FP32, of the rows that are asked for alone."""
+
+    def in_float32(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with _RowsInFloat32():
+            return forward(*args, **kwargs).float()
+
+    return in_float32
 
 
 def _float32_head(head: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:

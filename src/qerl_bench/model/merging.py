@@ -22,7 +22,6 @@ from qerl_bench.model.kernels import LoRALinear
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.bf16 import BF16
 from qerl_bench.quant.linear import PackedLinear, siblings_of
-from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quant.packed_share import decoder_blocks
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.quantizer.calibrate import shared_amax
@@ -154,7 +153,7 @@ def merging_of(
         f"rollout.merge=true rounds base and adapter of linear layers together, and {other} of {where} is none: use "
         "lora.experts=false, or rollout.merge=false",
     )
-    if isinstance(weight_format, NVFP4):
+    if isinstance(weight_format, BlockFormat) and weight_format.tensor_scale:
         _require_siblings(model, adapted)
     formats = _formats(model, weight_format, adapted)
     owner = model if like is None else like

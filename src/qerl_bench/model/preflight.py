@@ -87,7 +87,7 @@ def check_logprobs(policy: Policy, where: str) -> dict[str, Any]:
         gap <= MAX_GAP,
         f"the trainer does not compute what {where} computes in transformers: {1 - QUANTILE:.1%} of its "
         f"log-probabilities are {gap:.3g} nats or more from those of its own forward pass (limit {MAX_GAP}). Use "
-        "another model",
+        f"{instead_of(policy)}",
     )
     exact = of_tokens(expected, ids, mask)
     with stock(policy):
@@ -106,6 +106,12 @@ def check_logprobs(policy: Policy, where: str) -> dict[str, Any]:
         own_gap,
     )
     return {"logprob_gap_float32": gap, "logprob_gap_tokens": token_gap, "logprob_gap_tokens_plain": own_gap}
+
+
+def instead_of(policy: Policy) -> str:
+    """What to use instead of a model that two programs compute differently in FP32."""
+    other = "another model"
+    return other if policy.model.dtype == torch.float32 else f"model.dtype=float32, or {other}"
 
 
 def probe_batch(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:

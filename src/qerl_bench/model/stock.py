@@ -1,15 +1,16 @@
-"""The untouched model: what `from_pretrained` makes of a checkpoint, in FP32, with the weights that packed layers hold.
+"""The untouched model: what `from_pretrained` makes of a checkpoint, in FP32, with the numbers of the policy.
 
-Every other weight is the one that transformers reads, and a policy that has another one is refused by its name. Of a
-model whose copy would be large, the copy has the first blocks alone, as many as show every kind of block, and the
-policy is cut to the same ones meanwhile. Where there is no checkpoint that transformers can load (random weights,
-packed files), the copy has the weights of the policy, in modules of its own.
+Those are packed, or rounded to the dtype of the run: weights, and constants such as the scale of Gemma's embeddings.
+Each weight is what transformers reads, so rounded; a policy that has another one is refused by its name. Of a model
+whose copy would be large, the copy has the first blocks alone, as many as show every kind of block, and the policy is
+cut to the same ones meanwhile. Where there is no checkpoint that transformers can load (random weights, packed files),
+the copy has the weights of the policy, in modules of its own.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -102,6 +103,7 @@ def stock_model(policy: Policy, source: Origin, count: int | None, where: str) -
             model = _with_weights_of(policy)
         else:
             _put_weights(model, policy, source.rescaled, where)
+        _put_constants(model, policy)
     model.generation_config = GenerationConfig()  # neither stop tokens nor penalties of the model's own
     return model.to(policy.device).eval()  # type: ignore[arg-type]
 
@@ -146,16 +148,14 @@ def _with_weights_of(policy: Policy) -> PreTrainedModel:
 
 
 def _put_weights(model: PreTrainedModel, policy: Policy, rescaled: bool, where: str) -> None:
-    """Compare each weight of the policy with that of `model`, and put the packed ones in the place of the others."""
-    theirs, ours = decoder_blocks(model)[0], decoder_blocks(policy.model)[0]
-    decoder = ours.rpartition(".")[0] + ".", theirs.rpartition(".")[0] + "."
+    """Compare each weight of the policy with that of `model`, and put those that are not equal in its place."""
+    blocks, name_of = f"{decoder_blocks(policy.model)[0]}.", _names(model, policy)
     errors = {name: report.relative_error for name, report in policy.layers.items()}
     for name, tensor in weights(policy):
-        there = decoder[1] + name.removeprefix(decoder[0]) if name.startswith(decoder[0]) else name
+        there = name_of(name)
         read = model.get_parameter(there).detach().to(tensor.device)
         packed = next((errors[key] for key in (name, name.removesuffix(".weight")) if key in errors), None)
-        moved = rescaled and name.startswith(f"{ours}.")
-        if not moved:
+        if not (rescaled and name.startswith(blocks)):
             off, limit = _distance(tensor, read), 0.0
             if packed is not None:
                 off, limit = abs(off - packed), SAME_ERROR
@@ -165,16 +165,32 @@ def _put_weights(model: PreTrainedModel, policy: Policy, rescaled: bool, where: 
                 f"what packing explains (limit {limit:.0%}). config.json and the files say different things of it, or "
                 "it was read wrongly: write the checkpoint again with save_pretrained, or use another model",
             )
-        if packed is not None or moved:
+        if not torch.equal(tensor.to(read.dtype), read):
             _set(model, there, tensor)
     model.tie_weights()
+
+
+def _put_constants(model: PreTrainedModel, policy: Policy) -> None:
+    """Put the 16-bit buffers of the policy in the place of the numbers that they round."""
+    name_of, buffers = _names(model, policy), dict(model.named_buffers())
+    for path, module in policy.model.named_modules():
+        for leaf, ours in module.named_buffers(recurse=False):
+            read = buffers.get(name_of(f"{path}.{leaf}".replace(".base_layer", "")))
+            if read is not None and ours.dtype in (torch.bfloat16, torch.float16) and _distance(ours, read) == 0:
+                read.copy_(ours)
+
+
+def _names(model: PreTrainedModel, policy: Policy) -> Callable[[str], str]:
+    """What `model` calls the tensor of a name in the policy: its decoder may lie elsewhere."""
+    theirs, ours = (f"{decoder_blocks(one)[0].rpartition('.')[0]}." for one in (model, policy.model))
+    return lambda name: theirs + name.removeprefix(ours) if name.startswith(ours) else name
 
 
 def _distance(ours: torch.Tensor, read: torch.Tensor) -> float:
     """||ours - read|| / ||read||, once `read` is in the dtype of the other; infinite where the shapes differ."""
     if ours.shape != read.shape:
         return torch.inf
-    read = read.to(ours.dtype).float()
+    read = read.to(ours).float()
     return ((ours.float() - read).norm() / read.norm().clamp(min=torch.finfo(torch.float32).tiny)).item()
 
 

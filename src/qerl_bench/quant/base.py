@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from qerl_core.checks import ConfigError, check_fields, flag, number, one_of, require
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
+
+    from qerl_bench.quant.foreign import Foreign, Part
 
 NOT_ROUNDED = "none"
 ACTIVATIONS = {NOT_ROUNDED: 1, "nvfp4": 16, "mxfp4": 32, "fp8": 1, "int8": 1}  # inputs that must divide a width
@@ -35,6 +39,10 @@ class WeightFormat:
     def check_width(self, name: str, in_features: int) -> None:
         """Raise ConfigError if blocks do not divide the input width of the layer `name`."""
 
+    def foreign(self) -> Foreign | None:
+        """What checkpoints of other programs call this format; None if they have no name for it."""
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFormat(WeightFormat, ABC):
@@ -48,6 +56,8 @@ class BlockFormat(WeightFormat, ABC):
 
     block: ClassVar[Any]  # inputs that share a scale
     block_rows = 1  # rows that do
+    tensor_scale = False  # whether a matrix has a scale as a whole, one for all layers that engines run as one matrix
+    own_matmul = False  # whether `multiply` takes the place of a matmul by `operand`
 
     def __post_init__(self) -> None:
         check_fields(
@@ -152,3 +162,26 @@ class BlockFormat(WeightFormat, ABC):
     def output_scale(self, packed: dict[str, torch.Tensor]) -> float:
         """The tensor scale, which multiplies the output of the matmul in FP32; 1.0 for formats without one."""
         return 1.0
+
+    def multiply(
+        self, x: torch.Tensor, packed: dict[str, torch.Tensor], shape: tuple[int, int], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x (..., K) to (..., N), differentiable in x, for formats with `own_matmul`."""
+        raise NotImplementedError
+
+    # --- checkpoints of other programs, for formats with a name there ---
+
+    def stored(self, packed: dict[str, torch.Tensor], shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+        """The tensors of a layer of `shape` (N, K) as a checkpoint of `foreign` holds them, by their names there."""
+        return packed
+
+    def check_stored(self, where: str, said: list[dict[str, Any]]) -> None:
+        """Raise ConfigError unless what the checkpoint `where` says of its weights fits the options of this format."""
+
+    def parts(self, shape: tuple[int, int], in_words: bool) -> Mapping[str, Part]:
+        """What the tensors of a layer of `shape` (N, K) must be in a file, 8-bit codes perhaps four in a word."""
+        raise NotImplementedError
+
+    def restored(self, layer: str, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The packed tensors, from those of `parts`. Raises ConfigError, naming `layer`, for values that cannot be."""
+        return stored

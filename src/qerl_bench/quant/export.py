@@ -1,7 +1,6 @@
-"""Packed models as checkpoints of other programs.
+"""Packed models as checkpoints of other programs, under the names that a format has there (`WeightFormat.foreign`).
 
-All formats are written as in compressed-tensors, but nf4 as in bitsandbytes. Left out: experts that no
-checkpoint holds as linear layers (gpt-oss, Llama 4, Granite), and experts in nf4.
+Left out: experts that no checkpoint holds as linear layers (gpt-oss, Llama 4, Granite), and experts in nf4.
 """
 
 from __future__ import annotations
@@ -14,17 +13,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from qerl_bench.quant.base import BlockFormat, WeightFormat
+from qerl_bench.quant.base import WeightFormat
 from qerl_bench.quant.checkpoint_mapping import in_checkpoint, rows_in_checkpoint
+from qerl_bench.quant.foreign import COMPRESSED
 from qerl_bench.quant.linear import TENSOR_SCALES, PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
-from qerl_bench.quant.nf4 import NF4, quant_state
-from qerl_bench.quant.packed_config import config_entry
+from qerl_bench.quant.packed_config import config_entry, foreign_of
 from qerl_bench.quant.packed_share import persistent_buffers, unpacked_parameters
-from qerl_bench.quant.symmetric import FP8, INT8, Symmetric
 from qerl_core.checks import require
 from qerl_core.rundir.durable import atomically, check_new_folder
-from qerl_kernels.symmetric import swap_sign
 
 SHARD_BYTES = 5 * 10**9
 
@@ -35,8 +32,8 @@ def export(model: Any, tokenizer: Any, weight_format: WeightFormat, out: Path) -
     with atomically(out) as partial:
         partial.mkdir(parents=True)
         tokenizer.save_pretrained(partial)
-        tensors = dict(checkpoint_tensors(model))
         entry = config_entry(weight_format, unpacked_modules(model), str(model.dtype).removeprefix("torch."))
+        tensors = dict(checkpoint_tensors(model))
         write_model(model, tensors, entry, partial)
 
 
@@ -64,7 +61,8 @@ def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tens
     for name, layer in packed.items():
         if layer.bias is not None:
             yield f"{name}.bias", layer.bias.detach()
-        yield from _packed_tensors(name, layer.weight_format, layer.packed(), (layer.out_features, layer.in_features))
+        stored = layer.weight_format.stored(layer.packed(), (layer.out_features, layer.in_features))
+        yield from ((f"{name}.{leaf}", tensor) for leaf, tensor in stored.items())
     plain = {name: p.detach() for name, p in model.named_parameters() if name.rpartition(".")[0] not in packed}
     plain |= persistent_buffers(model)
     experts = {name: module for name, module in model.named_modules() if isinstance(module, PackedMatrices)}
@@ -83,10 +81,11 @@ def unpacked_modules(model: torch.nn.Module) -> list[str]:
 
 def _experts_tensors(model: torch.nn.Module, name: str, matrices: PackedMatrices) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of the linear layers that make up the packed experts parameter `name`."""
+    weight_format = matrices.weight_format
     rows_of_layer = rows_in_checkpoint(model, name, (matrices.experts, matrices.out_features))
     require(
-        bool(rows_of_layer) and not isinstance(matrices.weight_format, NF4) and matrices.weight_format.block_rows == 1,
-        f"the experts {name} of {type(model).__name__} cannot be exported as {matrices.weight_format.name}: "
+        bool(rows_of_layer) and foreign_of(weight_format).method == COMPRESSED and weight_format.block_rows == 1,
+        f"the experts {name} of {type(model).__name__} cannot be exported as {weight_format.name}: "
         "checkpoints hold no linear layer for each of them that this format could pack. Use quant=nvfp4 or mxfp4, and "
         "a model such as Qwen3-MoE, Mixtral, OLMoE, DeepSeek-V3 or GLM-4-MoE",
     )
@@ -96,28 +95,8 @@ def _experts_tensors(model: torch.nn.Module, name: str, matrices: PackedMatrices
             key: tensor.clone() if key in TENSOR_SCALES else tensor.view(torch.uint8)[own].view(tensor.dtype)
             for key, tensor in matrices.packed(expert).items()
         }
-        yield from _packed_tensors(layer, matrices.weight_format, packed, (len(rows), matrices.in_features))
-
-
-def _packed_tensors(
-    name: str, weight_format: BlockFormat, tensors: dict[str, torch.Tensor], shape: tuple[int, int]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(weight_format, NF4):
-        state = quant_state(tensors, shape, torch.bfloat16, with_code=True)
-        yield f"{name}.weight", tensors["weight"]
-        for key, tensor in state.as_dict(packed=True).items():
-            yield f"{name}.weight.{key}", tensor
-        return
-    if isinstance(weight_format, Symmetric) and not isinstance(weight_format, FP8):
-        yield f"{name}.weight_shape", torch.tensor(shape)
-    if isinstance(weight_format, INT8):
-        tensors = dict(tensors)
-        yield f"{name}.weight_packed", swap_sign(tensors.pop("weight")).view(torch.int32)
-    for key, tensor in tensors.items():
-        if key == "weight_scale_2":  # torchao's multiplier; compressed-tensors stores the divisor
-            yield f"{name}.weight_global_scale", tensor.reciprocal()
-        else:
-            yield f"{name}.{key}", tensor
+        stored = weight_format.stored(packed, (len(rows), matrices.in_features))
+        yield from ((f"{layer}.{leaf}", tensor) for leaf, tensor in stored.items())
 
 
 def _write_shards(tensors: dict[str, torch.Tensor], folder: Path) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from qerl_bench.quant.base import BlockFormat, WeightFormat
-from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.packed_weight import PackedWeight
 from qerl_core.checks import naming
 from qerl_kernels import decode, layout, projection
@@ -122,7 +121,7 @@ class PackedLinear(torch.nn.Linear):
     @property
     def uses_bitsandbytes(self) -> bool:
         """Whether bitsandbytes multiplies, instead of the fused kernels or their reference."""
-        return isinstance(self.weight_format, NF4) and self.weight_format.backend == "bitsandbytes"
+        return self.weight_format.own_matmul
 
     def use_kernels(self) -> None:
         """Replace the packed tensors by the layout of the fused kernels, without loss: `packed` gives the same bits.
@@ -192,7 +191,7 @@ class PackedLinear(torch.nn.Linear):
 
     def _multiply(self, input: torch.Tensor, adapter: Adapter | JoinedAdapters | None) -> torch.Tensor:
         if self.uses_bitsandbytes:
-            assert isinstance(self.weight_format, NF4) and adapter is None  # PEFT applies the adapter
+            assert adapter is None  # PEFT applies it
             shape = (self.out_features, self.in_features)
             return self.weight_format.multiply(input, self.packed(), shape, self.bias)
         kernel_weight = self.kernel_weight

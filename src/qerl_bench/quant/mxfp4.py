@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl_bench.quant.base import BlockFormat
+from qerl_bench.quant.foreign import COMPRESSED, Foreign, Part
 from qerl_core.checks import check_fields, one_of
 
 if TYPE_CHECKING:
@@ -53,3 +54,23 @@ class MXFP4(BlockFormat):
         from qerl_kernels import mxfp4
 
         return mxfp4.operand(packed["weight_packed"], packed["weight_scale"], dtype)
+
+    def foreign(self) -> Foreign:
+        scheme = {
+            "num_bits": 4,
+            "type": "float",
+            "symmetric": True,
+            "strategy": "group",
+            "group_size": self.block,
+            "dynamic": False,
+            "scale_dtype": "torch.uint8",
+        }
+        leaves = ("weight_packed", "weight_scale")
+        return Foreign(method=COMPRESSED, names=("mxfp4-pack-quantized",), scheme=scheme, leaves=leaves, vllm=True)
+
+    def parts(self, shape: tuple[int, int], in_words: bool) -> dict[str, Part]:
+        import torch
+
+        rows, width = shape
+        codes = Part((rows, width // 2), torch.uint8)
+        return {"weight_packed": codes, "weight_scale": Part((rows, width // self.block), torch.uint8)}

@@ -13,7 +13,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from qerl_bench.quant.base import BlockFormat
-from qerl_core.checks import check_fields, flag, lacking, one_of, require_package
+from qerl_bench.quant.foreign import BITSANDBYTES, Foreign
+from qerl_core.checks import check_fields, flag, lacking, one_of, require, require_package
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,11 @@ class NF4(BlockFormat):
 
     @property
     def kernel_layout(self) -> str | None:
-        return None if self.double_quant or self.backend == "bitsandbytes" else "nf4"
+        return None if self.double_quant or self.own_matmul else "nf4"
+
+    @property
+    def own_matmul(self) -> bool:
+        return self.backend == "bitsandbytes"
 
     def unsupported_reason(self, device: str) -> str | None:
         if find_spec("bitsandbytes") is None:
@@ -91,11 +96,35 @@ class NF4(BlockFormat):
     def multiply(
         self, x: torch.Tensor, packed: dict[str, torch.Tensor], shape: tuple[int, int], bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """x (..., K) to (..., N) by bitsandbytes' `matmul_4bit`, differentiable in x."""
+        """By bitsandbytes' `matmul_4bit`."""
         from bitsandbytes import matmul_4bit  # type: ignore[reportPrivateImportUsage]  # documented there
 
         state = quant_state(packed, shape, x.dtype)
         return matmul_4bit(x, packed["weight"], state, bias=None if bias is None else bias.to(x.dtype))
+
+    def foreign(self) -> Foreign:
+        scheme = {
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": self.double_quant,
+            "bnb_4bit_quant_storage": "uint8",
+        }
+        return Foreign(method=BITSANDBYTES, names=("nf4",), scheme=scheme)
+
+    def stored(self, packed: dict[str, torch.Tensor], shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+        import torch
+
+        state = quant_state(packed, shape, torch.bfloat16, with_code=True).as_dict(packed=True)
+        return {"weight": packed["weight"]} | {f"weight.{key}": tensor for key, tensor in state.items()}
+
+    def check_stored(self, where: str, said: list[dict[str, Any]]) -> None:
+        for part in said:
+            double = bool(part.get("bnb_4bit_use_double_quant"))
+            require(
+                self.double_quant == double,
+                f"{where} has bnb_4bit_use_double_quant={double}; use quant.double_quant={str(double).lower()}",
+            )
 
 
 def quant_state(

@@ -8,11 +8,11 @@ import torch
 
 from qerl_bench.quant.checkpoint import CheckpointReader
 from qerl_bench.quant.nf4 import NESTED_BLOCK, NF4
+from qerl_bench.quant.weight_files import REMEDY
 from qerl_core.checks import ConfigError, require
 
 STATE = ".quant_state.bitsandbytes__nf4"
 NF4_PARTS = {"absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE[1:]}
-REMEDY = "download or write the checkpoint again"
 UNPACKED = "give the unquantized model, which is packed while it is read"
 _STATE_KEYS = {"quant_type", "blocksize", "dtype", "shape", "nested_blocksize", "nested_dtype", "nested_offset"}
 _STORAGES = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32)  # bnb_4bit_quant_storage

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl_bench.quant.base import BlockFormat
+from qerl_bench.quant.foreign import COMPRESSED, Foreign, Part
+from qerl_bench.quant.weight_files import REMEDY
 from qerl_core.checks import check_fields, one_of, require
 
 if TYPE_CHECKING:
     import torch
+
+_MAX_SCALE = 0x7E  # 448 as E4M3; larger bytes are NaN or negative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +31,7 @@ class NVFP4(BlockFormat):
     block = 16
     bits_per_weight = 4 + 8 / block
     kernel_layout = "nvfp4"
+    tensor_scale = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,9 +77,45 @@ class NVFP4(BlockFormat):
         return nvfp4.operand(packed["weight_packed"], packed["weight_scale"], dtype)
 
     def output_scale(self, packed: dict[str, torch.Tensor]) -> float:
-        if "weight_scale_2" in packed:
+        if "weight_scale_2" in packed:  # torchao's multiplier; compressed-tensors stores the divisor
             return float(packed["weight_scale_2"])
         return float(packed["weight_global_scale"].reciprocal())
+
+    def foreign(self) -> Foreign:
+        scheme = {
+            "num_bits": 4,
+            "type": "float",
+            "symmetric": True,
+            "strategy": "tensor_group",
+            "group_size": self.block,
+            "dynamic": False,
+            "scale_dtype": "torch.float8_e4m3fn",
+        }
+        leaves = ("weight_packed", "weight_scale", "weight_global_scale")
+        names = ("nvfp4-pack-quantized",)
+        return Foreign(method=COMPRESSED, names=names, scheme=scheme, leaves=leaves, codes="U8", vllm=True)
+
+    def stored(self, packed: dict[str, torch.Tensor], shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+        if "weight_scale_2" not in packed:
+            return packed
+        others = {name: tensor for name, tensor in packed.items() if name != "weight_scale_2"}
+        return others | {"weight_global_scale": packed["weight_scale_2"].reciprocal()}
+
+    def parts(self, shape: tuple[int, int], in_words: bool) -> dict[str, Part]:
+        import torch
+
+        rows, width = shape
+        scale = Part((rows, width // self.block), torch.float8_e4m3fn)
+        whole = dict.fromkeys(("weight_global_scale", "weight_scale_2"), Part((1,), torch.float32))
+        return {"weight_packed": Part((rows, width // 2), torch.uint8), "weight_scale": scale} | whole
+
+    def restored(self, layer: str, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        import torch
+
+        largest = int(stored["weight_scale"].view(torch.uint8).max())
+        ok = 0 < self.output_scale(stored) < float("inf") and largest <= _MAX_SCALE
+        require(ok, f"{layer} has a scale that is zero, negative, infinite or not a number; {REMEDY}")
+        return stored
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -21,22 +21,17 @@ from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.checkpoint import BLOCKS, SCALES, UNUSED, CheckpointReader, skeleton
 from qerl_bench.quant.checkpoint_mapping import rows_in_checkpoint, sources_of
 from qerl_bench.quant.experts import expert_modules, expert_parameters, is_transposed, matrix_shape, pack_experts
+from qerl_bench.quant.foreign import BITSANDBYTES, MODELOPT
 from qerl_bench.quant.linear import TENSOR_SCALES, PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
-from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
-from qerl_bench.quant.nf4_checkpoint import NF4_PARTS, REMEDY, STATE, UNPACKED, read_nf4
-from qerl_bench.quant.nvfp4 import NVFP4
-from qerl_bench.quant.packed_config import MODELOPT, packing_of
+from qerl_bench.quant.nf4_checkpoint import NF4_PARTS, STATE, UNPACKED, read_nf4
+from qerl_bench.quant.packed_config import foreign_of, packing_of
 from qerl_bench.quant.packed_share import is_linear
-from qerl_bench.quant.symmetric import FP8, INT4, INT8, Symmetric
+from qerl_bench.quant.weight_files import REMEDY
 from qerl_core.checks import require
-from qerl_kernels.symmetric import swap_sign
 
 log = logging.getLogger(__name__)
-
-CODES = {NVFP4: "U8", FP8: "F8_E4M3", INT8: "I8"}  # dtype in files of what is called `weight`
-_MAX_SCALE = 0x7E  # 448 as E4M3; larger bytes are NaN or negative
 
 
 def read_packed(
@@ -98,22 +93,21 @@ class _PackedSource:
 
     @cached_property
     def stored_names(self) -> dict[str, str]:
-        """The name in the checkpoint by the name here; `weight` holds codes if its dtype is that of CODES."""
+        """The name in the checkpoint by the name here; `weight` holds codes if its dtype is `Foreign.codes`."""
         if self.method == MODELOPT:
             return {"weight_packed": "weight", "weight_scale": "weight_scale", "weight_scale_2": "weight_scale_2"}
-        if isinstance(self.weight_format, FP8 | INT8):
-            in_words = any(name.endswith(".weight_packed") for name in self.reader.files)
-            return {"weight": "weight_packed" if in_words else "weight", "weight_scale": "weight_scale"}
-        scale = {"weight_global_scale": "weight_global_scale"} if isinstance(self.weight_format, NVFP4) else {}
-        return {"weight_packed": "weight_packed", "weight_scale": "weight_scale"} | scale
+        names = {name: name for name in foreign_of(self.weight_format).leaves}
+        if "weight" in names and any(name.endswith(".weight_packed") for name in self.reader.files):
+            names["weight"] = "weight_packed"
+        return names
 
     def is_packed(self, layer: str) -> bool:
-        if isinstance(self.weight_format, NF4):
+        if self.method == BITSANDBYTES:
             return f"{layer}.weight{STATE}" in self.reader
         leaf = next(iter(self.stored_names.values()))
         codes = f"{layer}.{leaf}"
         return codes in self.reader and (
-            leaf != "weight" or self.reader.headers[codes]["dtype"] == CODES[type(self.weight_format)]
+            leaf != "weight" or self.reader.headers[codes]["dtype"] == foreign_of(self.weight_format).codes
         )
 
     def check_names(self, model: Any, experts_layers: Mapping[str, Mapping[str, torch.Tensor]]) -> list[str]:
@@ -159,7 +153,7 @@ class _PackedSource:
                 unused[leaf] += 1
                 continue
             stored = {*self.stored_names.values(), "weight_shape"}
-            packed = {"weight"} if isinstance(self.weight_format, NF4) else stored
+            packed = {"weight"} if self.method == BITSANDBYTES else stored
             known = {*packed, "bias"} if self.is_packed(owner) else own[owner]
             require(
                 leaf in known,
@@ -171,7 +165,7 @@ class _PackedSource:
     def _is_part(self, name: str, own: Mapping[str, set[str]]) -> bool:
         """Whether `name` is a part of a packed weight, in NF4 or of gpt-oss's experts, and begins with its name."""
         weight, _, part = name.partition(".weight.")
-        if part in NF4_PARTS and isinstance(self.weight_format, NF4):
+        if part in NF4_PARTS and self.method == BITSANDBYTES:
             return self.is_packed(weight)
         owner, _, leaf = name.rpartition(".")
         return any(leaf.removesuffix(end) in own.get(owner, ()) for end in (BLOCKS, SCALES) if leaf.endswith(end))
@@ -181,46 +175,17 @@ class _PackedSource:
         self.weight_format.check_width(layer, shape[1])
         if isinstance(self.weight_format, NF4):
             return read_nf4(self.reader, layer, shape, self.weight_format)
-        if isinstance(self.weight_format, Symmetric):
-            return self._read_symmetric(layer, shape, self.weight_format)
-        nvfp4 = isinstance(self.weight_format, NVFP4)
-        assert isinstance(self.weight_format, NVFP4 | MXFP4)
-        wanted = {
-            "weight_packed": ((shape[0], shape[1] // 2), torch.uint8),
-            "weight_scale": (
-                (shape[0], shape[1] // self.weight_format.block),
-                torch.float8_e4m3fn if nvfp4 else torch.uint8,
-            ),
-        }
-        packed = {}
+        parts = self.weight_format.parts(shape, in_words=self.stored_names.get("weight") == "weight_packed")
+        found = {}
         for name, stored in self.stored_names.items():
-            tensor_shape, dtype = wanted.get(name, ((1,), torch.float32))
-            tensor = self.reader.read(f"{layer}.{stored}")
-            packed[name] = tensor.reshape(1) if tensor.dim() == 0 else tensor  # ModelOpt's tensor scale is a scalar
-            self.reader.check_shape(f"{layer}.{stored}", packed[name].shape, tensor_shape)
-            require(tensor.dtype == dtype, f"{layer}.{stored} is stored as {tensor.dtype}, not as {dtype}; {REMEDY}")
-        if nvfp4:
-            tensor_scale = float(packed[next(name for name in packed if name in TENSOR_SCALES)])
-            ok = 0 < tensor_scale < float("inf") and int(packed["weight_scale"].view(torch.uint8).max()) <= _MAX_SCALE
-            require(ok, f"{layer} has a scale that is zero, negative, infinite or not a number; {REMEDY}")
-        return packed
-
-    def _read_symmetric(self, layer: str, shape: tuple[int, int], fmt: Symmetric) -> dict[str, torch.Tensor]:
-        codes = self.stored_names.get("weight", "weight_packed")
-        dtype = torch.int32 if codes == "weight_packed" else torch.float8_e4m3fn if isinstance(fmt, FP8) else torch.int8
-        width = shape[1] * fmt.bits // 32 if dtype == torch.int32 else shape[1]
-        scales = -(-shape[0] // fmt.block_rows), shape[1] // fmt.block_of(shape[1])
-        stored = self.reader.read(f"{layer}.{codes}", (shape[0], width))
-        scale = self.reader.read(f"{layer}.weight_scale", scales)
-        require(stored.dtype == dtype, f"{layer}.{codes} is stored as {stored.dtype}, not as {dtype}; {REMEDY}")
-        finite = scale.isfinite().all() and (dtype != torch.float8_e4m3fn or stored.float().isfinite().all())
-        require(
-            scale.dtype in (torch.bfloat16, torch.float16, torch.float32) and bool(finite),
-            f"{layer} has a scale or weight that is infinite or not a number, or scales of integers; {REMEDY}",
-        )
-        if isinstance(fmt, INT4):
-            return {"weight_packed": stored, "weight_scale": scale}
-        return {"weight": swap_sign(stored.view(torch.int8)) if dtype == torch.int32 else stored, "weight_scale": scale}
+            tensor, part = self.reader.read(f"{layer}.{stored}"), parts[name]
+            found[name] = tensor.reshape(1) if tensor.dim() == 0 else tensor  # ModelOpt's tensor scale is a scalar
+            self.reader.check_shape(f"{layer}.{stored}", found[name].shape, part.shape)
+            require(
+                part.dtype in (None, tensor.dtype),
+                f"{layer}.{stored} is stored as {tensor.dtype}, not as {part.dtype}; {REMEDY}",
+            )
+        return self.weight_format.restored(layer, found)
 
 
 def _read_experts(

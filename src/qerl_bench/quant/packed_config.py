@@ -15,13 +15,14 @@ from textwrap import shorten
 from typing import Any
 
 from qerl_bench.quant.base import BlockFormat, WeightFormat
+from qerl_bench.quant.foreign import BITSANDBYTES, COMPRESSED, MODELOPT, RELEASED, Foreign
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
-from qerl_bench.quant.symmetric import FP8, INT4, INT8, SQUARE, Symmetric
+from qerl_bench.quant.symmetric import FP8, INT4, INT8
+from qerl_bench.quant.weight_files import REMEDY
 from qerl_core.checks import ConfigError, require
 
-COMPRESSED, MODELOPT, RELEASED = "compressed-tensors", "modelopt", "mxfp4"  # quant_method; the last one of gpt-oss
 PACK_FORMATS: dict[str, type[BlockFormat]] = {  # of compressed-tensors
     "nvfp4-pack-quantized": NVFP4,
     "mxfp4-pack-quantized": MXFP4,
@@ -35,7 +36,6 @@ _READABLE = (
     f"{', '.join(PACK_FORMATS)} of compressed-tensors, {', '.join(ALGORITHMS)} of modelopt, nf4 of bitsandbytes, and "
     "gpt-oss's mxfp4"
 )
-_REMEDY = "download or write the checkpoint again"
 _ORIGINAL = "give the unquantized model, which is packed while it is read"
 _ENTRIES = ("quantization_config", "compression_config")  # of config.json; the second is the earlier name
 _KV_CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
@@ -46,7 +46,7 @@ _KNOWN = {  # fields that are read elsewhere, or say nothing about the weights
     *("scale_dtype", "zp_dtype", "observer", "observer_kwargs", "global_compression_ratio"),
 }
 _KNOWN_OF = {  # the same, of one method alone
-    "bitsandbytes": {
+    BITSANDBYTES: {
         *("load_in_4bit", "_load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
         *("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "llm_int8_skip_modules", "llm_int8_threshold"),
         *("llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight"),
@@ -77,7 +77,7 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
     if isinstance(entry, dict) and isinstance(nested := entry.get("quantization"), dict):
         entry = {key: value for key, value in entry.items() if key != "quantization"} | nested
     if entry is not None and not isinstance(entry, dict):
-        raise ConfigError(f"{folder}: quantization_config={entry!r} of config.json is no mapping; {_REMEDY}")
+        raise ConfigError(f"{folder}: quantization_config={entry!r} of config.json is no mapping; {REMEDY}")
     return entry
 
 
@@ -87,7 +87,7 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         content = None
     if not isinstance(content, dict):
-        raise ConfigError(f"{file.parent} has no readable {file.name}; {_REMEDY}")
+        raise ConfigError(f"{file.parent} has no readable {file.name}; {REMEDY}")
     return content
 
 
@@ -101,16 +101,9 @@ def packing_of(folder: Path, requested: WeightFormat) -> PackedFormat:
         f"{folder} is packed as {name}, and the run asks for quant={requested.name}; "
         f"use quant={stored.__name__.lower()}",
     )
-    if isinstance(requested, NF4):
-        double = bool(config.get("bnb_4bit_use_double_quant"))
-        require(
-            requested.double_quant == double,
-            f"{folder} has bnb_4bit_use_double_quant={double}; use quant.double_quant={str(double).lower()}",
-        )
     assert isinstance(requested, BlockFormat)
     try:
-        if isinstance(requested, Symmetric):
-            _require_block(folder, config, requested)
+        requested.check_stored(str(folder), _weights(config) if method == COMPRESSED else [config])
         return PackedFormat(method, stored, tuple(dict.fromkeys(_unused(folder, config, requested))))
     except (AttributeError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder}: its quantization config is not of {method} ({error}); {_ORIGINAL}") from None
@@ -129,7 +122,7 @@ def _stored(folder: Path, method: str, config: Mapping[str, Any]) -> tuple[str, 
         named, readable = {"": method}, {RELEASED: MXFP4}
     else:
         named = {"": str(config.get("bnb_4bit_quant_type") or "")}
-        if method == "bitsandbytes" and config.get("load_in_4bit"):
+        if method == BITSANDBYTES and config.get("load_in_4bit"):
             readable = {"nf4": NF4}
     for place, name in named.items():
         at = f" in {place}" if place else ""
@@ -160,74 +153,47 @@ def _weights(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [part["weights"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("weights"), dict)]
 
 
-def _require_block(folder: Path, config: Mapping[str, Any], requested: Symmetric) -> None:
-    for weights in _weights(config):
-        size = weights.get("group_size")
-        block = {"channel": "row", "block": SQUARE}.get(str(weights.get("strategy")), size)
-        require(
-            block == requested.block or not requested.blocks.allowed(block),
-            f"{folder} has scales for blocks of another size; use quant.block={block}",
+def foreign_of(weight_format: WeightFormat) -> Foreign:
+    """The names of a format in checkpoints. Raises ConfigError if it has none, or packs nothing."""
+    name, found = weight_format.name, weight_format.foreign()
+    require(
+        isinstance(weight_format, BlockFormat),
+        f"quant={name} packs nothing to export; use a format that does: quant=nvfp4",
+    )
+    if found is None:
+        raise ConfigError(
+            f"quant={name} has no name in checkpoints of other programs, such as {COMPRESSED} and {BITSANDBYTES}, so "
+            "its codes cannot be exported. What a run in it has trained is written in 16 bits: qerl-bench export "
+            "runs/NAME out=DIR"
         )
+    return found
 
 
 def config_entry(weight_format: WeightFormat, ignore: list[str], dtype: str) -> dict[str, Any]:
-    """`quantization_config` of config.json. `ignore` names the linear layers that are not packed."""
-    if isinstance(weight_format, NF4):
-        return {
-            "quant_method": "bitsandbytes",
-            "load_in_4bit": True,
-            "load_in_8bit": False,
-            "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_use_double_quant": weight_format.double_quant,
-            "bnb_4bit_compute_dtype": dtype,
-            "bnb_4bit_quant_storage": "uint8",
-            "llm_int8_skip_modules": ignore,
-        }
-    if not isinstance(weight_format, BlockFormat):
-        raise ConfigError(f"quant={weight_format.name} packs nothing to export; use a format that does: quant=nvfp4")
-    pack_format, weights = scheme_of(weight_format)
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": pack_format}
+    """`quantization_config` of config.json. `ignore` names the linear layers that are not packed.
+
+    Raises ConfigError for a format that has no name there.
+    """
+    foreign = foreign_of(weight_format)
+    if foreign.method == BITSANDBYTES:
+        own = {"bnb_4bit_compute_dtype": dtype, "llm_int8_skip_modules": ignore}
+        return {"quant_method": foreign.method, **foreign.scheme, **own}
+    name, weights = foreign.names[0], dict(foreign.scheme)
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": name}
     return {
-        "quant_method": "compressed-tensors",
-        "format": pack_format,
+        "quant_method": foreign.method,
+        "format": name,
         "quantization_status": "compressed",
         "ignore": ignore,
         "config_groups": {"group_0": group},
     }
 
 
-def scheme_of(weight_format: BlockFormat) -> tuple[str, dict[str, Any]]:
-    """How compressed-tensors describes the format: its name there, and the arguments of its weights."""
-    if isinstance(weight_format, Symmetric):
-        strategy = {"row": "channel", SQUARE: "block"}.get(str(weight_format.block), "group")
-        return "float-quantized" if isinstance(weight_format, FP8) else "pack-quantized", {
-            "num_bits": weight_format.bits,
-            "type": "float" if isinstance(weight_format, FP8) else "int",
-            "symmetric": True,
-            "strategy": strategy,
-            "group_size": weight_format.block if strategy == "group" else None,
-            "block_structure": [128, 128] if strategy == "block" else None,
-            "dynamic": False,
-        }
-    nvfp4 = isinstance(weight_format, NVFP4)
-    assert isinstance(weight_format, NVFP4 | MXFP4)
-    return "nvfp4-pack-quantized" if nvfp4 else "mxfp4-pack-quantized", {
-        "num_bits": 4,
-        "type": "float",
-        "symmetric": True,
-        "strategy": "tensor_group" if nvfp4 else "group",
-        "group_size": weight_format.block,
-        "dynamic": False,
-        "scale_dtype": "torch.float8_e4m3fn" if nvfp4 else "torch.uint8",
-    }
-
-
-def _allowed(requested: BlockFormat) -> dict[str, tuple[Any, ...]]:
-    """The values that what compressed-tensors says of weights can have if they are in the format `requested`."""
-    scheme = {key: value for key, value in scheme_of(requested)[1].items() if key not in _KNOWN and value is not False}
+def _allowed(foreign: Foreign) -> dict[str, tuple[Any, ...]]:
+    """The values that what compressed-tensors says of weights in a format can have."""
+    scheme = {key: value for key, value in foreign.scheme.items() if key not in _KNOWN and value is not False}
     allowed: dict[str, tuple[Any, ...]] = {key: (value,) for key, value in scheme.items()}
-    own = (name for name, stored in PACK_FORMATS.items() if isinstance(requested, stored))
-    allowed["format"] = (*own, *(("pack-quantized",) if isinstance(requested, INT8) else ()), *MIXED)
+    allowed["format"] = (*foreign.names, *MIXED)
     if scheme["strategy"] == "tensor_group":
         allowed["strategy"] = ("tensor_group", "group")
     return allowed
@@ -236,7 +202,8 @@ def _allowed(requested: BlockFormat) -> dict[str, tuple[Any, ...]]:
 def _unused(folder: Path, config: Mapping[str, Any], requested: BlockFormat) -> Iterator[str]:
     """What `config` asks for beyond the weights. Raises ConfigError at a field that it does not know, or its value."""
     known = _KNOWN | _KNOWN_OF.get(str(config.get("quant_method")), set())
-    allowed = {} if isinstance(requested, NF4) else _allowed(requested)
+    foreign = foreign_of(requested)
+    allowed = _allowed(foreign) if foreign.method == COMPRESSED else {}
     parts: dict[str, Any] = {"": config}
     parts |= {f"config_groups.{name}": group for name, group in (config.get("config_groups") or {}).items()}
     parts |= {f"{place}.weights": part["weights"] for place, part in parts.items() if place and part.get("weights")}

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from qerl_bench.quant.base import BlockFormat
-from qerl_core.checks import Check, check_fields, one_of
+from qerl_bench.quant.foreign import COMPRESSED, Foreign, Part
+from qerl_bench.quant.weight_files import REMEDY
+from qerl_core.checks import Check, check_fields, one_of, require
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +38,9 @@ class Symmetric(BlockFormat):
     kind: ClassVar[str]  # a key of `qerl_kernels.symmetric.CODES`
     bits: ClassVar[int]
     blocks: ClassVar[Check]
+    names: ClassVar[tuple[str, ...]]  # in compressed-tensors
+    leaves: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
+    dtype: ClassVar[str]  # of codes one by one, in files
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,6 +104,49 @@ class Symmetric(BlockFormat):
 
         return symmetric.operand(packed, self.codes, self.block_rows, shape, dtype)
 
+    def foreign(self) -> Foreign:
+        strategy = {"row": "channel", SQUARE: "block"}.get(str(self.block), "group")
+        scheme = {
+            "num_bits": self.bits,
+            "type": "float" if self.kind == "fp8" else "int",
+            "symmetric": True,
+            "strategy": strategy,
+            "group_size": self.block if strategy == "group" else None,
+            "block_structure": [128, 128] if strategy == "block" else None,
+            "dynamic": False,
+        }
+        return Foreign(method=COMPRESSED, names=self.names, scheme=scheme, leaves=self.leaves, codes=self.dtype)
+
+    def check_stored(self, where: str, said: list[dict[str, Any]]) -> None:
+        for weights in said:
+            size = weights.get("group_size")
+            block = {"channel": "row", "block": SQUARE}.get(str(weights.get("strategy")), size)
+            require(
+                block == self.block or not self.blocks.allowed(block),
+                f"{where} has scales for blocks of another size; use quant.block={block}",
+            )
+
+    def parts(self, shape: tuple[int, int], in_words: bool) -> dict[str, Part]:
+        import torch
+
+        rows, width = shape
+        codes = Part(shape, {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}.get(self.dtype))
+        if in_words or self.leaves[0] == "weight_packed":
+            codes = Part((rows, width * self.bits // 32), torch.int32)
+        scales = Part((-(-rows // self.block_rows), width // self.block_of(width)), None)
+        return {self.leaves[0]: codes, "weight_scale": scales}
+
+    def restored(self, layer: str, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        import torch
+
+        scale, codes = stored["weight_scale"], stored[self.leaves[0]]
+        finite = scale.isfinite().all() and (codes.dtype != torch.float8_e4m3fn or codes.float().isfinite().all())
+        require(
+            scale.dtype in (torch.bfloat16, torch.float16, torch.float32) and bool(finite),
+            f"{layer} has a scale or weight that is infinite or not a number, or scales of integers; {REMEDY}",
+        )
+        return stored
+
     @cached_property
     def codes(self) -> Codes:
         from qerl_kernels.symmetric import CODES
@@ -116,15 +164,43 @@ class FP8(Symmetric):
     """E4M3 floats, a scale per row or per 128 x 128 weights."""
 
     kind, bits, blocks = "fp8", 8, one_of("row", SQUARE)
+    names, dtype = ("float-quantized",), "F8_E4M3"
 
 
 class INT8(Symmetric):
     """Integers from -128 to 127, a scale per row."""
 
     kind, bits, blocks = "int8", 8, one_of("row")
+    names, dtype = ("pack-quantized", "int-quantized"), "I8"
+
+    def stored(self, packed: dict[str, torch.Tensor], shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+        import torch
+
+        from qerl_kernels.symmetric import swap_sign
+
+        words = swap_sign(packed["weight"]).view(torch.int32)
+        return {
+            "weight_shape": torch.tensor(shape),
+            "weight_packed": words,
+            "weight_scale": packed["weight_scale"],
+        }
+
+    def restored(self, layer: str, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        import torch
+
+        from qerl_kernels.symmetric import swap_sign
+
+        codes = super().restored(layer, stored)["weight"]
+        return stored | {"weight": swap_sign(codes.view(torch.int8)) if codes.dtype == torch.int32 else codes}
 
 
 class INT4(Symmetric):
     """Integers from -8 to 7, a scale per 32 or 128 inputs."""
 
     kind, bits, blocks = "int4", 4, Check(lambda value: value in (32, 128), "32 or 128")
+    names, leaves, dtype = ("pack-quantized",), ("weight_packed", "weight_scale"), ""
+
+    def stored(self, packed: dict[str, torch.Tensor], shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+        import torch
+
+        return packed | {"weight_shape": torch.tensor(shape)}

@@ -77,24 +77,25 @@ def search_folders(runtime: RuntimeConf) -> list[Path]:
     return folders
 
 
-def refuse_foreign_classes(node: Any, place: str, folders: Sequence[Path]) -> None:
+def refuse_foreign_classes(node: Any, place: str, folders: Sequence[Path], had: Sequence[str] = ()) -> None:
     """Raise ConfigError if a `_target_` anywhere in the container `node` is no class that an option may have.
 
-    These are the project's own, and those that a YAML file in one of `folders` names. Nothing is imported.
+    These are the project's own, and those that a YAML file in one of `folders` names. Nothing is imported. `had` are
+    the folders that a run with this class had, which the message names.
     """
     if isinstance(node, list):
         node = dict(enumerate(node))
     if not isinstance(node, dict):
         return
     for key, part in node.items():
-        refuse_foreign_classes(part, f"{place}.{key}".lstrip("."), folders)
+        refuse_foreign_classes(part, f"{place}.{key}".lstrip("."), folders, had)
     if "_target_" in node and not str(node["_target_"]).startswith(OWN):
         named = (found for folder in folders for file in folder.rglob("*.yaml") for found in _targets(_read(file)))
         require(
             node["_target_"] in named,
             f"{place}._target_={node['_target_']} is no option of this project, and no YAML file in "
             f"{', '.join(map(str, folders)) or 'a folder of options'} names it. If you trust it, add the folder of its "
-            "YAML file: --config-dir DIR",
+            f"YAML file: {' '.join(f'--config-dir {folder}' for folder in had or ['DIR'])}",
         )
 
 

@@ -57,6 +57,7 @@ def environment(device: str) -> dict[str, Any]:
         "dirty": None if changes is None else bool(changes),
         "code": code_digest(),
         "own_code": own_modules(),
+        "own_folders": [str(folder.absolute()) for folder in folders()[1:]],
         "metrics": definitions(),
         "python": platform.python_version(),
         "packages": versions(),

@@ -40,6 +40,12 @@ def stored_config(run_dir: Path) -> DictConfig:
     return cfg
 
 
+def own_folders(run_dir: Path) -> list[str]:
+    """The folders of options of its own that a run had; none of one that was made before they were on record."""
+    file = run_dir / "env.json"
+    return read_object(file, saved(run_dir, file.name, True)).get("own_folders", []) if file.is_file() else []
+
+
 def with_later_keys(config: dict[str, Any]) -> dict[str, Any]:
     """`config` with the keys without effect that it was made before, in each part whose class has them by now."""
 

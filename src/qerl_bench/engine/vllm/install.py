@@ -11,8 +11,6 @@ from contextlib import suppress
 from importlib import metadata
 
 from qerl_bench.quant.base import WeightFormat
-from qerl_bench.quant.mxfp4 import MXFP4
-from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_core.checks import require
 
 OLDEST, NEWEST = (0, 25), (0, 33)
@@ -63,7 +61,8 @@ def loads_packed(weight_format: WeightFormat | None, dequantize: bool, device: s
 
     Raises ConfigError if vLLM has no kernel for the packed weights on `device`.
     """
-    packed = isinstance(weight_format, NVFP4 | MXFP4) and not dequantize
+    foreign = None if weight_format is None else weight_format.foreign()
+    packed = foreign is not None and foreign.vllm and not dequantize
     require(
         not packed or device == "cuda",
         f"vLLM has no kernel for packed {weight_format.name if weight_format else ''} weights on a CPU. Use "
