@@ -64,6 +64,16 @@ def test_all_sizes_train_alike(words: list[str]) -> None:
     assert f"for {runs} runs" in protocol
 
 
+def test_the_papers_size_is_the_same_study_of_another_model(words: list[str]) -> None:
+    design, ours = design_of("3b", words), design_of("15b", words)
+    data = ("model=", "model.id=", "task.train_file=", "task.eval_file=")
+    of_ours = [word for word in ours.common if not word.startswith(data)]
+    assert design.common == of_ours and design.arms == ours.arms and len(design.seeds) == len(ours.bases)
+    for arm in design.arms:
+        experiment: Any = build(compose(design.words(arm, 0, 1, sigma=None)))
+        assert experiment.model.id == "Qwen/Qwen2.5-3B-Instruct" and experiment.seed == 1
+
+
 def test_the_better_quantizer_is_the_one_that_part_1_names() -> None:
     pages = script("studies/fair-2026/calibration.py")
     words = (STUDY / "calibration" / "results" / "words.md").read_text()
