@@ -1,77 +1,175 @@
-"""eval.also: one trained policy answers in further formats, and nothing else changes."""
+"""A policy on a base in another format than it was trained on: everything but the packed layers is the policy's own."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 
-from qerl_bench.commands.eval import main
+from qerl_bench.commands.eval import main as evaluate_again
+from qerl_bench.commands.run import run_experiment
+from qerl_bench.config import build
+from qerl_bench.experiment import collect_rollouts
+from qerl_bench.model_setup import build_policy
+from qerl_bench.run_setup import on_base_of
 from qerl_core.checks import ConfigError
-from qerl_core.metrics.definitions import definitions
-from qerl_core.options.fingerprint import fingerprint
-from tests.unit.test_validation import of_kind, run
+from qerl_core.process.device import PhaseTimer
+from qerl_core.rundir.finished_run import without_training
+from qerl_studies.runs.load import load_run
+from tests.short_runs import killed_in_step
 
-pytestmark = pytest.mark.usefixtures("no_figures")
-PREFIX = "eval/in/"
-TRAINED, ALSO = "quant=nvfp4", "eval.also=[bf16,nvfp4,nvfp4+mse]"
-
-
-def test_a_policy_answers_in_each_format_as_a_later_evaluation_does(
-    tmp_path: Path, make_config: Callable[..., Any]
-) -> None:
-    words = (TRAINED, "eval.every=0")
-    alone = run(make_config, tmp_path, "alone", *words)
-    also = run(make_config, tmp_path, "also", *words, ALSO)
-    assert of_kind(also, "train") == of_kind(alone, "train")
-    first, last = of_kind(also, "eval")
-    others = {name: value for name, value in last.items() if name.startswith(PREFIX)}
-    assert [first, {name: last[name] for name in last if name not in others}] == of_kind(alone, "eval")
-    assert {name.split("/")[2] for name in others} == {"bf16", "nvfp4+mse"}  # in nvfp4 it has answered already
-
-    answers = pd.read_parquet(also / "samples_in_formats.parquet")
-    by_format = answers.groupby(["format", "mode"])["correct"].mean()
-    for name, quantizer in {"bf16": None, "nvfp4+mse": "mse"}.items():
-        asked = [f"eval.quant={name.partition('+')[0]}", *([f"eval.quantizer={quantizer}"] if quantizer else [])]
-        main([str(alone), *asked, f"out={tmp_path / name}"])
-        later: Any = pd.read_parquet(tmp_path / name / "samples.parquet")
-        later = later[later["step"] == 4].drop(columns="step").reset_index(drop=True)
-        here: Any = answers[answers["format"] == name]
-        pd.testing.assert_frame_equal(here[later.columns].reset_index(drop=True), later)
-        for mode in ("greedy", "sampled"):
-            assert others[f"{PREFIX}{name}/accuracy_{mode}"] == pytest.approx(by_format[name, mode])
-    assert not here["completion"].equals(answers[answers["format"] == "bf16"]["completion"].reset_index(drop=True))
+IDS = torch.arange(24).reshape(2, 12) % 97
 
 
-def test_runs_that_answer_in_further_formats_are_others_and_those_before_stay(
-    tmp_path: Path, make_config: Callable[..., Any]
-) -> None:
-    plain, none, some = (make_config(TRAINED, *words) for words in ((), ("eval.also=[]",), (ALSO,)))
-    assert fingerprint(plain) == fingerprint(none) != fingerprint(some)
-
-
-def test_each_metric_has_a_definition(tmp_path: Path, make_config: Callable[..., Any]) -> None:
-    folder = run(make_config, tmp_path, "short", TRAINED, "eval.also=[bf16]", "steps=1", "eval.every=0")
-    written = {name for line in of_kind(folder, "eval") for name in line if name.startswith(PREFIX)}
-    assert written and {name.replace("/bf16/", "/FORMAT/") for name in written} <= definitions().keys()
+def logprobs(policy: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return policy.token_stats(IDS, torch.ones_like(IDS, dtype=torch.bool) & (IDS > 0), 1.0).logprobs
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("trained", "other", "words"),
     [
-        (["eval.also=bf16"], r"eval\.also must be a list of weight formats"),
-        (["eval.also=[nvfp5]"], r"eval\.also must be .*nvfp4.*got 'nvfp5'"),
-        (["eval.also=[nvfp4+best]"], r"eval\.also must be .*gptq.*got 'best'"),
-        (["eval.also=[bf16+gptq]"], r"eval\.also=gptq chooses codes, and quant=bf16 stores none"),
-        (["eval.also=[nvfp4+awq]", "lora.train_norms=true"], r"eval\.also=nvfp4 .*lora\.train_norms=false"),
-        (["eval.also=[bf16]", "engine=vllm"], r"eval\.also=bf16 .*only engine=hf"),
+        ("bf16", "nvfp4", ("lora.train_norms=true",)),
+        ("nvfp4", "mxfp4", ()),
+        ("mxfp4", "bf16", ("lora.targets=[q_proj,down_proj]",)),
     ],
 )
-def test_what_cannot_answer_is_refused_before_a_run(
-    words: list[str], said: str, make_experiment: Callable[..., Any]
+def test_it_is_the_policy_that_its_checkpoint_makes_on_that_base(
+    trained: str, other: str, words: tuple[str, ...], make_experiment: Any, make_policy: Any, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
-        make_experiment(TRAINED, *words)
+    policy = make_policy(*words, quant=trained, sharp=True, adapted=True)
+    with torch.no_grad():
+        for norm in policy.norms.values() if words and "norms" in words[0] else ():
+            norm.weight.mul_(1.5)
+    policy.save(tmp_path)
+    experiment = make_experiment(f"quant={trained}", "model.hidden_size=32", *words)
+    expected = build_policy(make_experiment(f"quant={other}", "model.hidden_size=32", *words), None, "cpu")
+    with torch.no_grad():
+        expected.model.model.norm.weight.copy_(policy.model.model.norm.weight)
+    expected.load(tmp_path)
+    answering = experiment.in_format("eval.quant", other)
+    engine = experiment.engine.build(policy)
+    with on_base_of(answering, "eval.quant", experiment, policy, engine) as (copy, engine):
+        assert vars(engine)["policy"] is copy is not policy
+        assert torch.equal(logprobs(copy), logprobs(expected))
+        assert not torch.equal(logprobs(copy), logprobs(policy))
+        with copy.without_adapter(), expected.without_adapter():
+            assert torch.equal(logprobs(copy), logprobs(expected))
+        with torch.no_grad():
+            policy.trainable[0].add_(1.0)
+        assert not torch.equal(logprobs(copy), logprobs(expected))  # it follows the training
+
+
+def test_with_the_format_of_training_nothing_is_made(make_experiment: Any, make_policy: Any) -> None:
+    experiment, policy = make_experiment("quant=nvfp4", "eval.quant=nvfp4"), make_policy()
+    engine = experiment.engine.build(policy)
+    for name in (None, "nvfp4"):
+        with on_base_of(experiment.in_format("eval.quant", name), "eval.quant", experiment, policy, engine) as same:
+            assert same == (policy, engine)
+
+
+@pytest.fixture(scope="module")
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, make_config: Callable[..., Any], no_figures: None
+) -> dict[str, Path]:
+    """A run that is evaluated in the format of training, and the same run evaluated in another."""
+    root = tmp_path_factory.mktemp("root")
+    for name, quant in (("as_trained", "null"), ("served", "mxfp4")):
+        words = ("task=even_characters", "optim.lr=0.05", "lora.dropout=0.1", "eval.every=2", "eval.samples=4")
+        cfg = make_config(*words, f"eval.quant={quant}", f"root={root}", f"name={name}")
+        run_experiment(build(cfg), cfg)
+    return {name: root / "runs" / name for name in ("as_trained", "served")}
+
+
+def train_records(folder: Path) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    clocks = ("time", "speed/", "memory/")
+    return [{k: v for k, v in one.items() if not k.startswith(clocks)} for one in records if one["kind"] == "train"]
+
+
+def test_training_does_not_see_the_format_of_evaluations(runs: dict[str, Path]) -> None:
+    assert train_records(runs["served"]) == train_records(runs["as_trained"])
+    accuracy = [load_run(runs[name]).series("validation", "validation/accuracy_sampled") for name in runs]
+    assert len(accuracy[0]) == len(accuracy[1]) == 3
+
+
+def test_it_is_what_a_later_evaluation_in_that_format_finds(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate_again([str(runs["as_trained"]), "eval.quant=mxfp4", f"out={tmp_path / 'again'}"])
+    served, again, as_trained = (
+        pd.read_parquet(folder / "samples.parquet")
+        for folder in (runs["served"], tmp_path / "again", runs["as_trained"])
+    )
+    pd.testing.assert_frame_equal(served, again)
+    assert not served["completion"].equals(as_trained["completion"])
+
+
+def test_an_engine_that_cannot_sample_in_another_format_can_evaluate_what_was_trained_so(make_config: Any) -> None:
+    trained = make_config("quant=bf16", "rollout.quant=nvfp4")
+    trained.engine = make_config("engine=vllm").engine
+    with pytest.raises(ConfigError, match=r"rollout\.quant"):
+        build(trained)
+    assert build(without_training(trained)).rollout.quant is None
+
+
+def test_the_record_says_in_which_format(runs: dict[str, Path]) -> None:
+    for name, quant in (("as_trained", "bf16"), ("served", "mxfp4")):
+        entries = json.loads((runs[name] / "eval.json").read_text())
+        assert {entry["settings"]["quant"] for entry in entries} == {quant}
+    assert load_run(runs["served"]).config_items["eval.quant"] == "mxfp4"
+    assert "eval.quant" not in load_run(runs["as_trained"]).config_items  # as runs from before it was an option
+
+
+@pytest.mark.parametrize(("trained", "sampled"), [("bf16", "nvfp4"), ("mxfp4", "bf16")])
+def test_rollouts_come_from_the_other_format_with_noise_and_adapter(
+    trained: str, sampled: str, make_experiment: Any, make_policy: Any
+) -> None:
+    """The sampler's numbers are those of a policy that is trained in its format, noise included."""
+    words = (f"rollout.quant={sampled}", "aqn=constant", "aqn.level=0.05")
+    experiment, policy = make_experiment(f"quant={trained}", *words), make_policy(*words, quant=trained)
+    other = make_experiment(f"quant={sampled}", *words[1:])
+    alone = make_policy(*words[1:], quant=sampled)
+    for adapted in (policy, alone):
+        with torch.no_grad():
+            for parameter in adapted.trainable:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    engine = experiment.engine.build(policy)
+    with on_base_of(experiment.sampled, "rollout.quant", experiment, policy, engine) as (copy, sampler):
+        groups, _, measured = collect_rollouts(experiment, policy, sampler, 1, PhaseTimer("cpu"))
+        assert torch.equal(logprobs(copy), logprobs(alone))  # the noise is out again
+    expected, _, _ = collect_rollouts(other, alone, other.engine.build(alone), 1, PhaseTimer("cpu"))
+    assert groups == expected
+    as_trained, _, _ = collect_rollouts(experiment, policy, engine, 1, PhaseTimer("cpu"))
+    assert groups != as_trained and measured["aqn/sigma_realised"] == pytest.approx(0.05, rel=0.2)
+
+
+def test_the_gap_between_the_formats_is_measured(tmp_path: Path, make_config: Any, no_figures: None) -> None:
+    gaps = {}
+    for name, quant in (("one", "null"), ("two", "nvfp4")):
+        words = ("quant=bf16", f"rollout.quant={quant}", "task=even_characters", "optim.lr=0.05", "eval.every=0")
+        cfg = make_config(*words, f"root={tmp_path}", f"name={name}")
+        run_experiment(build(cfg), cfg)
+        folder = tmp_path / "runs" / name
+        gaps[name] = [record["mismatch/kl"] for record in train_records(folder)]
+        record = json.loads((folder / "engine.json").read_text())
+        assert (record["quant"], record["copies_of_weights"]) == {"one": ("bf16", 1), "two": ("nvfp4", 2)}[name]
+    assert min(gaps["two"]) > 100 * max(gaps["one"])
+    one, two = (pd.read_parquet(tmp_path / "runs" / name / "samples.parquet").query("step == 0") for name in gaps)
+    pd.testing.assert_frame_equal(one, two)  # evaluations are of the format of training
+
+
+def test_a_run_with_two_formats_continues_to_the_bit(tmp_path: Path, make_config: Any, no_figures: None) -> None:
+    words = ("quant=bf16", "rollout.quant=mxfp4", "aqn=exp", "reward=random", "eval=none", "train.kept_groups=0")
+    whole, halves = (make_config(*words, f"root={tmp_path}", f"name={name}") for name in ("whole", "halves"))
+    with killed_in_step(3):
+        run_experiment(build(halves), halves)
+    for cfg in (whole, halves):
+        run_experiment(build(cfg), cfg)
+    records = [train_records(tmp_path / "runs" / name) for name in ("whole", "halves")]
+    assert len(records[0]) == 4 and records[0] == records[1]
