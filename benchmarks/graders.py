@@ -1,0 +1,151 @@
+"""Graders side by side: how often each takes a wrong answer, or withholds a right one.
+
+    python benchmarks/graders.py FOLDER [--cases] [--kinds]
+
+FOLDER has math500.jsonl, aime24.jsonl, aime25.jsonl and amc2023.jsonl, of whose reference answers answer_variants.py
+writes 20 right and 20 wrong ones each. A grader reads them in the format it asks for. verl's rules are read from its
+package (verl/utils/reward_score) without importing the rest of it; whatever is not installed is left out by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from answer_variants import other_of, value_of, variants
+
+from qerl_bench.task.grader.grader import Grader
+from qerl_bench.task.grader.latex import is_found_in
+
+SETS = ("math500", "aime24", "aime25", "amc2023")
+Judge = Callable[[str, str], bool]  # of a reference answer and an answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where the data sets lie")
+    parser.add_argument("--kinds", action="store_true", help="also the disagreements by kind, and examples")
+    parser.add_argument("--cases", action="store_true", help="the cases of the package reward-doctor instead")
+    chosen = parser.parse_args()
+    for name, judge in judges().items():
+        counts, missed = (judged_cases if chosen.cases else judged)(judge, chosen.folder)
+        print(name, *(f"{group}: {wrong} of {total}" for group, (wrong, total) in sorted(counts.items())), sep="; ")
+        for kind, texts in sorted(missed.items()) if chosen.kinds else ():
+            print(f"    {kind}: {len(texts)}, such as {texts[:4]}")
+
+
+def golds_of(folder: Path, name: str) -> list[str]:
+    return [str(json.loads(line)["answer"]).strip() for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def judged(judge: Judge, folder: Path) -> tuple[dict[str, tuple[int, int]], dict[str, list[str]]]:
+    """(errors, number) of right and wrong answers, to all references and to numbers; errors by kind."""
+    errors: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
+    missed: dict[str, list[str]] = defaultdict(list)
+    for name in SETS:
+        golds = golds_of(folder, name)
+        for index, gold in enumerate(golds):
+            for kind, text, right in variants(gold, other_of(golds, index)):
+                groups = ["all"] + ["numbers"] * (value_of(gold) is not None)
+                error = judge(gold, text) != right
+                for group in groups:
+                    key = f"{group}, {'withheld' if right else 'taken'}"
+                    errors[key] += error
+                    totals[key] += 1
+                if error:
+                    missed[f"{'withheld' if right else 'taken'}, {kind}"].append(f"{gold} <- {text}")
+    return {key: (errors[key], totals[key]) for key in totals}, missed
+
+
+def judges() -> dict[str, Judge]:
+    found: dict[str, Judge] = {f"ours, {equality}": _ours(equality) for equality in ("math", "numeric")} | {
+        "math-verify": lambda gold, text: is_found_in(gold, f"So $\\boxed{{{text}}}$.")
+    }
+    found |= {"lm-eval gsm8k, strict": _lm_eval(r"#### (\-?[0-9\.\,]+)", 0)}
+    found |= {"lm-eval gsm8k, flexible": _lm_eval(r"(-?[$0-9.,]{2,})|(-?[0-9]+)", -1)}
+    for name in ("gsm8k", "math_reward", "math_dapo"):
+        if (rule := _verl(name)) is None:
+            print(f"left out: verl's {name}, since verl is not installed")
+        else:
+            found[f"verl, {name}"] = rule
+    return found
+
+
+def _ours(equality: str) -> Judge:
+    grader = Grader(answer_format="boxed", equality=equality, correct_weight=1.0, format_weight=0.0)
+    return lambda gold, text: grader.reward(gold, f"So $\\boxed{{{text}}}$.").correct
+
+
+def _lm_eval(pattern: str, which: int) -> Judge:
+    """lm-eval's filter `regex` and its metric exact_match with the options of its task gsm8k."""
+    from lm_eval.api.metrics import exact_match_fn
+    from lm_eval.filters.extraction import RegexFilter
+
+    find = RegexFilter(regex_pattern=pattern, group_select=which)
+    ignored = [",", "\\$", "(?s).*#### ", "\\.$"]
+
+    def judge(gold: str, text: str) -> bool:
+        answer = find.apply([[f"So\n#### {text}"]], [{}])
+        [first] = next(iter(answer))
+        scores = exact_match_fn(
+            predictions=[first], references=[f"#### {gold}"], regexes_to_ignore=ignored, ignore_case=True
+        )
+        return bool(scores["exact_match"])
+
+    return judge
+
+
+def _verl(name: str) -> Judge | None:
+    try:
+        place = importlib.util.find_spec("verl")
+    except ValueError:
+        place = None
+    if place is None or not place.submodule_search_locations:
+        return None
+    rule = _module(Path(place.submodule_search_locations[0]) / "utils" / "reward_score" / f"{name}.py")
+    form = "So\n#### {}" if name == "gsm8k" else "So $\\boxed{{{}}}$."
+
+    def judge(gold: str, text: str) -> bool:
+        try:
+            score = rule.compute_score(form.format(text), gold)
+        except (AssertionError, IndexError):  # what it raises ends a run of verl's; here it is no answer
+            return False
+        return bool(score["acc"] if isinstance(score, dict) else score)
+
+    return judge
+
+
+def _module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"rule_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def judged_cases(judge: Judge, folder: Path) -> tuple[dict[str, tuple[int, int]], dict[str, list[str]]]:
+    """The same of the cases of reward-doctor that are no judgement calls, whose answers stand in boxes where they are
+    answers alone; whole completions of it are read as they are."""
+    from reward_doctor import corpus
+
+    errors: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
+    missed: dict[str, list[str]] = defaultdict(list)
+    for case in corpus.load():
+        key = "withheld" if case.expect else "taken"
+        error = judge(case.reference, case.completion) != case.expect
+        errors[key] += error
+        totals[key] += 1
+        if error:
+            missed[f"{key}, {case.category}"].append(f"{case.reference} <- {case.completion}")
+    return {key: (errors[key], totals[key]) for key in totals}, missed
+
+
+if __name__ == "__main__":
+    main()
