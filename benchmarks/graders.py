@@ -1,6 +1,6 @@
 """Graders side by side: how often each takes a wrong answer, or withholds a right one.
 
-    python benchmarks/graders.py FOLDER [--cases] [--kinds]
+    python benchmarks/graders.py FOLDER [--every 10] [--only math-verify] [--cases] [--kinds]
 
 FOLDER has math500.jsonl, aime24.jsonl, aime25.jsonl and amc2023.jsonl, of whose reference answers answer_variants.py
 writes 20 right and 20 wrong ones each. A grader reads them in the format it asks for. verl's rules are read from its
@@ -29,11 +29,15 @@ Judge = Callable[[str, str], bool]  # of a reference answer and an answer
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="where the data sets lie")
+    parser.add_argument("--every", type=int, default=1, help="take each so manyth reference alone")
+    parser.add_argument("--only", help="a grader by its name, instead of all")
     parser.add_argument("--kinds", action="store_true", help="also the disagreements by kind, and examples")
     parser.add_argument("--cases", action="store_true", help="the cases of the package reward-doctor instead")
     chosen = parser.parse_args()
     for name, judge in judges().items():
-        counts, missed = (judged_cases if chosen.cases else judged)(judge, chosen.folder)
+        if chosen.only not in (None, name):
+            continue
+        counts, missed = judged_cases(judge) if chosen.cases else judged(judge, chosen.folder, chosen.every)
         print(name, *(f"{group}: {wrong} of {total}" for group, (wrong, total) in sorted(counts.items())), sep="; ")
         for kind, texts in sorted(missed.items()) if chosen.kinds else ():
             print(f"    {kind}: {len(texts)}, such as {texts[:4]}")
@@ -43,14 +47,14 @@ def golds_of(folder: Path, name: str) -> list[str]:
     return [str(json.loads(line)["answer"]).strip() for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
-def judged(judge: Judge, folder: Path) -> tuple[dict[str, tuple[int, int]], dict[str, list[str]]]:
+def judged(judge: Judge, folder: Path, every: int) -> tuple[dict[str, tuple[int, int]], dict[str, list[str]]]:
     """(errors, number) of right and wrong answers, to all references and to numbers; errors by kind."""
     errors: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     missed: dict[str, list[str]] = defaultdict(list)
     for name in SETS:
         golds = golds_of(folder, name)
-        for index, gold in enumerate(golds):
+        for index, gold in list(enumerate(golds))[::every]:
             for kind, text, right in variants(gold, other_of(golds, index)):
                 groups = ["all"] + ["numbers"] * (value_of(gold) is not None)
                 error = judge(gold, text) != right
@@ -109,7 +113,7 @@ def _verl(name: str) -> Judge | None:
     if place is None or not place.submodule_search_locations:
         return None
     rule = _module(Path(place.submodule_search_locations[0]) / "utils" / "reward_score" / f"{name}.py")
-    form = "So\n#### {}" if name == "gsm8k" else "So $\\boxed{{{}}}$."
+    form = {"gsm8k": "So\n#### {}", "math_dapo": "So\nAnswer: {}"}.get(name, "So $\\boxed{{{}}}$.")
 
     def judge(gold: str, text: str) -> bool:
         try:
@@ -129,7 +133,7 @@ def _module(path: Path) -> ModuleType:
     return module
 
 
-def judged_cases(judge: Judge, folder: Path) -> tuple[dict[str, tuple[int, int]], dict[str, list[str]]]:
+def judged_cases(judge: Judge) -> tuple[dict[str, tuple[int, int]], dict[str, list[str]]]:
     """The same of the cases of reward-doctor that are no judgement calls, whose answers stand in boxes where they are
     answers alone; whole completions of it are read as they are."""
     from reward_doctor import corpus

@@ -48,7 +48,11 @@ class Grader:
 
     def is_readable(self, gold: str) -> bool:
         """Whether any answer can equal `gold`, which is so if its own text does."""
-        return self._compare(gold, gold.strip())[0]
+        return self.equal(gold, gold.strip())
+
+    def equal(self, gold: str, text: str) -> bool:
+        """Whether the answer `text` equals `gold`."""
+        return self._compare(gold, text)[0]
 
     def reward(self, gold: str, completion: str, finished: bool = True) -> Reward:
         """correct_weight for the right answer + format_weight for a well-formed completion. Never raises on any text.
