@@ -18,6 +18,7 @@ from typing import Any
 from qerl_bench.config import compose, spec
 from qerl_bench.task.base import Task, held_out
 from qerl_bench.task.datafile import read_rows
+from qerl_bench.task.dataset import DatasetTask
 from qerl_bench.task.graded import reward_of
 from qerl_bench.task.grader.last_number import last_number_is
 from qerl_bench.task.prompt_task import PromptTask
@@ -59,7 +60,7 @@ def grade_file(task: Task, file: str) -> list[dict[str, Any]]:
     """
     prompts = held_out(task, None)
     by_id = {prompt.id: prompt for prompt in prompts}
-    by_id |= {id: by_id[first] for id, first in task.copies().items()}
+    by_id |= {id: by_id[first] for id, first in _copies(task).items()}
     by_question = {task.normalize(prompt.question): prompt for prompt in prompts if prompt.question}
     by_question |= {prompt.question: prompt for prompt in prompts if prompt.question}
     lines: dict[tuple[str, int], int] = {}
@@ -100,7 +101,7 @@ def grade_file(task: Task, file: str) -> list[dict[str, Any]]:
 
 def totals(task: Task, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Accuracy (mean over questions of the mean over samples), its errors and counts. Only a full score is right."""
-    copies = task.copies()  # whose completions are further samples of one question
+    copies = _copies(task)  # whose completions are further samples of one question
     by_question: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         by_question[copies.get(row["id"], row["id"])].append(row)
@@ -122,6 +123,10 @@ def totals(task: Task, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "format_failed": mean([float(row["answer"] is None) for row in rows]),
         "means": {key: mean([row[key] for row in rows]) for key in columns},  # over completions
     }
+
+
+def _copies(task: Task) -> dict[str, str]:
+    return task.copies() if isinstance(task, DatasetTask) else {}
 
 
 def _prompt(

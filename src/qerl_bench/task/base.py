@@ -43,9 +43,6 @@ class TaskBase:
     def stored_prompts(self) -> list[Prompt]:
         return []
 
-    def copies(self) -> dict[str, str]:
-        return {}
-
     def warm_start_overrides(self) -> list[str]:
         return []
 
@@ -92,10 +89,6 @@ class Task(Protocol):
 
     def eval_prompts(self, count: int | None) -> list[Prompt]:
         """The first `count` held-out prompts (None: all). They are always the same and never used for training."""
-        ...
-
-    def copies(self) -> dict[str, str]:
-        """The ids of held-out questions that are not asked, because they are copies, with the ids of those that are."""
         ...
 
     def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:

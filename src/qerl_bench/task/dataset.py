@@ -123,6 +123,7 @@ class DatasetTask(PromptTask):
         return format_demonstration(self.answer_format, _ANNOTATION.sub("", row.reasoning), row.gold)
 
     def copies(self) -> dict[str, str]:
+        """The ids of held-out questions that are not asked, because they are copies, with the ids of those that are."""
         kept = {self.normalize(row.question): row for row in self._eval_rows}
         ids = {row.line: kept[form].line for row in self._read_rows if (form := self.normalize(row.question)) in kept}
         return {self._id("test", line): self._id("test", first) for line, first in ids.items() if line != first}
