@@ -219,5 +219,6 @@ def _bracketed(gold: str) -> Iterator[Variant]:
     left, right = own
     yield "layout", f"\\left{left} {', '.join(parts)} \\right{right}", True
     yield "order", f"{left}{','.join(parts[::-1])}{right}", left == "\\{"
-    for wrong in (f"{inner}+1", f"{inner}, 7", parts[0]):
+    changed = f"1+{inner}" if "infty" in parts[-1] else f"{inner}+1"
+    for wrong in (changed, f"{inner}, 7", parts[0]):
         yield "brackets", f"{left}{wrong}{right}", False

@@ -10,6 +10,7 @@ package (verl/utils/reward_score) without importing the rest of it; whatever is 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 from collections import Counter, defaultdict
@@ -23,7 +24,9 @@ from qerl_bench.task.grader.grader import Grader
 from qerl_bench.task.grader.latex import is_found_in
 
 SETS = ("math500", "aime24", "aime25", "amc2023")
-Judge = Callable[[str, str], bool]  # of a reference answer and an answer
+BOXED, HASH, COLON = "So $\\boxed{<answer>}$.", "So\n#### <answer>", "So\nAnswer: <answer>"
+Rule = Callable[[str, str], bool]  # of a reference answer and a completion
+Judge = tuple[str, Rule]  # with the form of completions that the rule asks for
 
 
 def main() -> None:
@@ -49,6 +52,7 @@ def golds_of(folder: Path, name: str) -> list[str]:
 
 def judged(judge: Judge, folder: Path, every: int) -> tuple[dict[str, tuple[int, int]], dict[str, list[str]]]:
     """(errors, number) of right and wrong answers, to all references and to numbers; errors by kind."""
+    form, rule = judge
     errors: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     missed: dict[str, list[str]] = defaultdict(list)
@@ -57,7 +61,7 @@ def judged(judge: Judge, folder: Path, every: int) -> tuple[dict[str, tuple[int,
         for index, gold in list(enumerate(golds))[::every]:
             for kind, text, right in variants(gold, other_of(golds, index)):
                 groups = ["all"] + ["numbers"] * (value_of(gold) is not None)
-                error = judge(gold, text) != right
+                error = rule(gold, form.replace("<answer>", text)) != right
                 for group in groups:
                     key = f"{group}, {'withheld' if right else 'taken'}"
                     errors[key] += error
@@ -68,25 +72,24 @@ def judged(judge: Judge, folder: Path, every: int) -> tuple[dict[str, tuple[int,
 
 
 def judges() -> dict[str, Judge]:
-    found: dict[str, Judge] = {f"ours, {equality}": _ours(equality) for equality in ("math", "numeric")} | {
-        "math-verify": lambda gold, text: is_found_in(gold, f"So $\\boxed{{{text}}}$.")
-    }
-    found |= {"lm-eval gsm8k, strict": _lm_eval(r"#### (\-?[0-9\.\,]+)", 0)}
-    found |= {"lm-eval gsm8k, flexible": _lm_eval(r"(-?[$0-9.,]{2,})|(-?[0-9]+)", -1)}
-    for name in ("gsm8k", "math_reward", "math_dapo"):
+    found: dict[str, Judge] = {f"ours, {equality}": (BOXED, _ours(equality)) for equality in ("math", "numeric")}
+    found["math-verify"] = (BOXED, is_found_in)
+    found["lm-eval gsm8k, strict"] = (HASH, _lm_eval(r"#### (\-?[0-9\.\,]+)", 0))
+    found["lm-eval gsm8k, flexible"] = (HASH, _lm_eval(r"(-?[$0-9.,]{2,})|(-?[0-9]+)", -1))
+    for name, form in (("gsm8k", HASH), ("math_reward", BOXED), ("math_dapo", COLON)):
         if (rule := _verl(name)) is None:
             print(f"left out: verl's {name}, since verl is not installed")
         else:
-            found[f"verl, {name}"] = rule
+            found[f"verl, {name}"] = (form, rule)
     return found
 
 
-def _ours(equality: str) -> Judge:
-    grader = Grader(answer_format="boxed", equality=equality, correct_weight=1.0, format_weight=0.0)
-    return lambda gold, text: grader.reward(gold, f"So $\\boxed{{{text}}}$.").correct
+def _ours(equality: str) -> Rule:
+    grader = Grader(answer_format="auto", equality=equality, correct_weight=1.0, format_weight=0.0)
+    return lambda gold, completion: grader.reward(gold, completion).correct
 
 
-def _lm_eval(pattern: str, which: int) -> Judge:
+def _lm_eval(pattern: str, which: int) -> Rule:
     """lm-eval's filter `regex` and its metric exact_match with the options of its task gsm8k."""
     from lm_eval.api.metrics import exact_match_fn
     from lm_eval.filters.extraction import RegexFilter
@@ -94,35 +97,34 @@ def _lm_eval(pattern: str, which: int) -> Judge:
     find = RegexFilter(regex_pattern=pattern, group_select=which)
     ignored = [",", "\\$", "(?s).*#### ", "\\.$"]
 
-    def judge(gold: str, text: str) -> bool:
-        answer = find.apply([[f"So\n#### {text}"]], [{}])
+    def rule(gold: str, completion: str) -> bool:
+        answer = find.apply([[completion]], [{}])
         [first] = next(iter(answer))
         scores = exact_match_fn(
             predictions=[first], references=[f"#### {gold}"], regexes_to_ignore=ignored, ignore_case=True
         )
         return bool(scores["exact_match"])
 
-    return judge
+    return rule
 
 
-def _verl(name: str) -> Judge | None:
+def _verl(name: str) -> Rule | None:
     try:
         place = importlib.util.find_spec("verl")
     except ValueError:
         place = None
     if place is None or not place.submodule_search_locations:
         return None
-    rule = _module(Path(place.submodule_search_locations[0]) / "utils" / "reward_score" / f"{name}.py")
-    form = {"gsm8k": "So\n#### {}", "math_dapo": "So\nAnswer: {}"}.get(name, "So $\\boxed{{{}}}$.")
+    module = _module(Path(place.submodule_search_locations[0]) / "utils" / "reward_score" / f"{name}.py")
 
-    def judge(gold: str, text: str) -> bool:
+    def rule(gold: str, completion: str) -> bool:
         try:
-            score = rule.compute_score(form.format(text), gold)
+            score = module.compute_score(completion, gold)
         except (AssertionError, IndexError):  # what it raises ends a run of verl's; here it is no answer
             return False
         return bool(score["acc"] if isinstance(score, dict) else score)
 
-    return judge
+    return rule
 
 
 def _module(path: Path) -> ModuleType:
@@ -136,14 +138,16 @@ def _module(path: Path) -> ModuleType:
 def judged_cases(judge: Judge) -> tuple[dict[str, tuple[int, int]], dict[str, list[str]]]:
     """The same of the cases of reward-doctor that are no judgement calls, whose answers stand in boxes where they are
     answers alone; whole completions of it are read as they are."""
-    from reward_doctor import corpus
-
+    corpus = importlib.import_module("reward_doctor.corpus")
+    form, rule = judge
     errors: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     missed: dict[str, list[str]] = defaultdict(list)
     for case in corpus.load():
+        alone = case.category in ("equivalence", "distinction") and "boxed" not in case.completion
+        text = form.replace("<answer>", case.completion) if alone else case.completion
         key = "withheld" if case.expect else "taken"
-        error = judge(case.reference, case.completion) != case.expect
+        error = rule(case.reference, text) != case.expect
         errors[key] += error
         totals[key] += 1
         if error:

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
     require(not ignored, f"scoring depends only on the task, not on {' '.join(ignored)}; {USAGE}")
     task: Task = spec(compose(words), "task")
     rows = grade_file(task, chosen["completions"])
-    result = totals(task, rows) | {"options": words}
+    result: dict[str, Any] = totals(task, rows) | {"options": words}
     out = Path(chosen["out"])
     require(not out.is_file(), f"out={out} is a file; give a folder")
     out.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,8 @@ def totals(task: Task, rows: list[dict[str, Any]]) -> dict[str, Any]:
     copies = _copies(task)  # whose completions are further samples of one question
     by_question: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        by_question[copies.get(row["id"], row["id"])].append(row)
+        id = str(row["id"])
+        by_question[copies.get(id, id)].append(row)
     estimate = over_samples([[float(row["correct"] == 1) for row in group] for group in by_question.values()])
     columns = [key for key in rows[0] if key not in ("line", "id", "sample", "gold", "answer", "lenient")]
     lenient = None  # for a task without an answer format, or with answers that are no numbers
