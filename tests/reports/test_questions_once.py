@@ -164,7 +164,7 @@ def test_an_evaluation_of_one_question_writes_no_error(caplog: pytest.LogCapture
     assert "+- 0.250" in str(two) and metrics_of([two])["eval/x_stderr"] == 0.25
     found = metrics_of_validation(rows("greedy", ["#### 7"]))
     assert found["validation/accuracy_greedy"] == 1.0 and "validation/accuracy_greedy_stderr" not in found
-    silent = type("Silent", (), {"log": lambda self, *words: None})()
+    silent: Any = type("Silent", (), {"log": lambda self, *words: None})()
     caplog.set_level("INFO")
     log_validation(silent, silent, 3, found)
     assert "accuracy_greedy 1.000" in caplog.text and "+-" not in caplog.text
