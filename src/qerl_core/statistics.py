@@ -52,6 +52,11 @@ class Estimate:
     exact: bool = False
 
     @property
+    def known_stderr(self) -> float | None:
+        """The standard error; None if nothing was repeated."""
+        return None if math.isnan(self.stderr) else self.stderr
+
+    @property
     def half_width(self) -> float:
         """Half the width of the 95 % interval."""
         return t_quantile((1 + CONFIDENCE) / 2, self.df) * self.stderr if self.stderr > 0 else self.stderr
@@ -138,6 +143,11 @@ class Estimate:
         return high
 
 
+def with_error(value: float, stderr: float | None, form: str = ".3f") -> str:
+    """A number and its standard error, if it has one."""
+    return format(value, form) + ("" if stderr is None else f" +- {format(stderr, form.lstrip('+'))}")
+
+
 def t_quantile(probability: float, df: float) -> float:
     """Quantile of Student's t."""
     from scipy import stats
@@ -156,9 +166,10 @@ def t_tail(value: float, df: float) -> float:
 
 
 def over_questions(per_question: Sequence[float]) -> Estimate:
-    """Mean of one number per question."""
+    """Mean of one number per question. The error of a single question is NaN: it says nothing about others."""
     values = list(per_question)
-    return Estimate(mean(values), sample_std(values) / len(values) ** 0.5, len(values), len(values) - 1)
+    stderr = sample_std(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
+    return Estimate(mean(values), stderr, len(values), len(values) - 1)
 
 
 def over_samples(samples: Samples, sampling_variances: Sequence[float] | None = None) -> Estimate:
@@ -174,8 +185,8 @@ def over_samples(samples: Samples, sampling_variances: Sequence[float] | None = 
             return whole
         sampling_variances = [sample_std(list(row)) ** 2 / len(row) for row in samples]
     sampling = mean(list(sampling_variances)) / whole.n
-    questions = max(0.0, whole.stderr**2 - sampling)
-    return Estimate(whole.value, whole.stderr, whole.n, whole.df, questions**0.5, sampling**0.5)
+    questions = max(0.0, whole.stderr**2 - sampling) ** 0.5 if whole.n > 1 else None
+    return Estimate(whole.value, whole.stderr, whole.n, whole.df, questions, sampling**0.5)
 
 
 def paired_difference(first: Samples, second: Samples) -> Estimate:

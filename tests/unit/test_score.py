@@ -159,18 +159,6 @@ def test_questions_that_differ_in_signs_alone_are_told_apart(tmp_path: Path) -> 
         score.main(["task=arithmetic", f"out={tmp_path / 'none'}", unknown])
 
 
-def test_a_question_that_stands_twice_in_another_layout_needs_its_id(tmp_path: Path) -> None:
-    twice = [{"question": text, "answer": "7"} for text in ("What is 3+4?", "what is 3 + 4", "What is 3-4?")]
-    words = [
-        "task=gsm8k",
-        write(tmp_path / "q.jsonl", *twice).replace("completions", "task.eval_file"),
-        "task.eval.marker=null",
-    ]
-    unclear = write(tmp_path / "d.jsonl", {"question": "What is 3 +4", "completion": "<answer>7</answer>"})
-    with pytest.raises(ConfigError, match=r"line 1: question 'What is 3 \+4' matches 2 .* 'id'"):
-        score.main([*words, f"out={tmp_path / 'none'}", unclear])
-
-
 def test_part_of_a_score_is_not_right(tmp_path: Path) -> None:
     task = spec(compose(list(TASK)), "task")
     rows = [{"id": "a", "answer": "x", "correct": 1.0}, {"id": "b", "answer": "y", "correct": 0.65}]

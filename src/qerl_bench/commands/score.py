@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from qerl_bench.config import compose, spec
-from qerl_bench.task.base import Task
+from qerl_bench.task.base import Task, held_out
 from qerl_bench.task.datafile import read_rows
+from qerl_bench.task.dataset import DatasetTask
 from qerl_bench.task.graded import reward_of
 from qerl_bench.task.grader.last_number import last_number_is
 from qerl_bench.task.prompt_task import PromptTask
@@ -26,7 +27,7 @@ from qerl_core.metrics.compute import mean
 from qerl_core.process.arguments import split_words
 from qerl_core.records import Prompt
 from qerl_core.rundir.durable import write_atomically
-from qerl_core.statistics import over_samples
+from qerl_core.statistics import over_samples, with_error
 
 USAGE = "usage: qerl-bench score task=gsm8k [task.<key>=...] completions=FILE.jsonl out=DIR"
 
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> None:
     require(not ignored, f"scoring depends only on the task, not on {' '.join(ignored)}; {USAGE}")
     task: Task = spec(compose(words), "task")
     rows = grade_file(task, chosen["completions"])
-    result = totals(task, rows) | {"options": words}
+    result: dict[str, Any] = totals(task, rows) | {"options": words}
     out = Path(chosen["out"])
     require(not out.is_file(), f"out={out} is a file; give a folder")
     out.mkdir(parents=True, exist_ok=True)
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> None:
     lenient = "" if result["lenient"] is None else f"lenient {result['lenient']:.4f}, "
     print(
         f"{result['completions']} completions of {result['questions']} questions, {result['unscored']} of the task "
-        f"without one: accuracy {result['accuracy']:.4f} +- {result['stderr']:.4f}, {lenient}no answer found in "
+        f"without one: accuracy {with_error(result['accuracy'], result['stderr'], '.4f')}, {lenient}no answer found in "
         f"{result['format_failed']:.1%}\n{out / 'scores.jsonl'}\n{out / 'totals.json'}"
     )
 
@@ -57,18 +58,18 @@ def grade_file(task: Task, file: str) -> list[dict[str, Any]]:
     Raises ConfigError, with the line number, for a missing key, a question that matches no held-out question of the
     task or several, and a repeated completion.
     """
-    prompts = task.eval_prompts(None)
+    prompts = held_out(task, None)
     by_id = {prompt.id: prompt for prompt in prompts}
-    by_question: dict[str, list[Prompt]] = defaultdict(list)
-    for prompt in prompts:
-        for text in {prompt.question, task.normalize(prompt.question)}:
-            by_question[text].append(prompt)
+    by_id |= {id: by_id[first] for id, first in _copies(task).items()}
+    by_question = {task.normalize(prompt.question): prompt for prompt in prompts if prompt.question}
+    by_question |= {prompt.question: prompt for prompt in prompts if prompt.question}
     lines: dict[tuple[str, int], int] = {}
     lenient = isinstance(task, PromptTask)
     rows = []
     for line, entry in enumerate(read_rows(file), start=1):
         where = f"{file}, line {line}"
         prompt = _prompt(entry, by_id, by_question, f"{where}: ", task)
+        id = str(entry.get("id") or prompt.id)
         text, sample, finished = entry.get("completion"), entry.get("sample", 0), entry.get("finished", True)
         require(isinstance(text, str), f"{where}: the key 'completion' must hold text; {_keys(entry)}")
         require(type(sample) is int and sample >= 0, f"{where}: sample must be a whole number from 0, got {sample!r}")
@@ -76,17 +77,17 @@ def grade_file(task: Task, file: str) -> list[dict[str, Any]]:
             isinstance(finished, bool),
             f"{where}: finished must be true, or false for a completion that was cut off, got {finished!r}",
         )
-        earlier = lines.setdefault((prompt.id, sample), line)
+        earlier = lines.setdefault((id, sample), line)
         require(
             earlier == line,
-            f"{where}: {prompt.id} is already completed on line {earlier}; keep one of the two, or give each "
+            f"{where}: {id} is already completed on line {earlier}; keep one of the two, or give each "
             "completion of a question a different 'sample': 0, 1, ...",
         )
         reward = reward_of(task, prompt, str(text), finished)
         rows.append(
             {
                 "line": line,
-                "id": prompt.id,
+                "id": id,
                 "sample": sample,
                 "gold": prompt.answer,
                 "answer": reward.answer,
@@ -100,9 +101,11 @@ def grade_file(task: Task, file: str) -> list[dict[str, Any]]:
 
 def totals(task: Task, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Accuracy (mean over questions of the mean over samples), its errors and counts. Only a full score is right."""
+    copies = _copies(task)  # whose completions are further samples of one question
     by_question: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        by_question[row["id"]].append(row)
+        id = str(row["id"])
+        by_question[copies.get(id, id)].append(row)
     estimate = over_samples([[float(row["correct"] == 1) for row in group] for group in by_question.values()])
     columns = [key for key in rows[0] if key not in ("line", "id", "sample", "gold", "answer", "lenient")]
     lenient = None  # for a task without an answer format, or with answers that are no numbers
@@ -114,7 +117,7 @@ def totals(task: Task, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "questions": estimate.n,
         "unscored": len(task.eval_prompts(None)) - estimate.n,
         "accuracy": estimate.value,
-        "stderr": estimate.stderr,
+        "stderr": estimate.known_stderr,
         "stderr_questions": estimate.stderr_questions,
         "stderr_sampling": estimate.stderr_sampling,
         "lenient": lenient,
@@ -123,28 +126,24 @@ def totals(task: Task, rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _copies(task: Task) -> dict[str, str]:
+    return task.copies() if isinstance(task, DatasetTask) else {}
+
+
 def _prompt(
-    entry: dict[str, Any], by_id: dict[str, Prompt], by_question: dict[str, list[Prompt]], where: str, task: Task
+    entry: dict[str, Any], by_id: dict[str, Prompt], by_question: dict[str, Prompt], where: str, task: Task
 ) -> Prompt:
     for key in ("id", "question"):
         if entry.get(key) is None:
             continue
         value = str(entry[key])
-        if key == "id":
-            matches = [by_id[value]] if value in by_id else []
-        else:
-            matches = by_question.get(value) or by_question.get(task.normalize(value)) or []
-        require(
-            bool(matches),
+        found = by_id.get(value) if key == "id" else by_question.get(value) or by_question.get(task.normalize(value))
+        if found is not None:
+            return found
+        raise ConfigError(
             f"{where}{key} {value[:80]!r} is none of the {len(by_id)} held-out questions of task={task.name}; their "
-            f"ids are {next(iter(by_id))!r} and so on, and task.eval_file=FILE reads other questions",
+            f"ids are {next(iter(by_id))!r} and so on, and task.eval_file=FILE reads other questions"
         )
-        require(
-            len(matches) == 1,
-            f"{where}question {value[:80]!r} matches {len(matches)} held-out questions, layout ignored "
-            f"({', '.join(repr(prompt.id) for prompt in matches[:3])}); give its 'id' instead",
-        )
-        return matches[0]
     raise ConfigError(f"{where}the key 'id' or 'question' must name the question; {_keys(entry)}")
 
 

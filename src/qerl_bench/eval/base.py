@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.task.base import Task
-from qerl_core.statistics import Estimate
+from qerl_core.statistics import Estimate, with_error
 
 if TYPE_CHECKING:
     from qerl_bench.engine.base import RolloutEngine
@@ -20,12 +20,12 @@ DETAILS = ("stderr", "stderr_questions", "stderr_sampling", "truncated", "format
 @dataclass(frozen=True, kw_only=True)
 class Score:
     """One number of an evaluation; None means not measured. `stderr` is over questions, because samples of one question
-    are not independent. An accuracy has the shares of completions cut at the token limit (`truncated`) and without an
-    answer (`format_failed`)."""
+    are not independent; a single question has none. An accuracy has the shares of completions cut at the token limit
+    (`truncated`) and without an answer (`format_failed`)."""
 
     metric: str  # as in metrics.jsonl
     value: float
-    stderr: float
+    stderr: float | None
     n: int  # questions
     stderr_questions: float | None = None
     stderr_sampling: float | None = None
@@ -37,7 +37,7 @@ class Score:
         return cls(
             metric=metric,
             value=estimate.value,
-            stderr=estimate.stderr,
+            stderr=estimate.known_stderr,
             n=estimate.n,
             stderr_questions=estimate.stderr_questions,
             stderr_sampling=estimate.stderr_sampling,
@@ -45,7 +45,7 @@ class Score:
         )
 
     def __str__(self) -> str:
-        return f"{self.metric.removeprefix('eval/')} {self.value:.3f} +- {self.stderr:.3f}"
+        return f"{self.metric.removeprefix('eval/')} {with_error(self.value, self.stderr)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Evaluator(Protocol):
 
 
 def metrics_of(scores: list[Score]) -> dict[str, float]:
-    """Each score under its name, and its details under <name>_stderr and so on."""
+    """Each score under its name, and its details, as far as they are known, under <name>_stderr and so on."""
     metrics = {score.metric: score.value for score in scores}
     for score in scores:
         details = {f"{score.metric}_{name}": getattr(score, name) for name in DETAILS}

@@ -10,7 +10,7 @@ from qerl_bench.engine.adapter_check import check_completions
 from qerl_bench.engine.base import Sampling
 from qerl_bench.eval.base import Evaluation, Score
 from qerl_bench.parallel import ALONE, World
-from qerl_bench.task.base import Task
+from qerl_bench.task.base import Task, held_out
 from qerl_bench.task.graded import reward_of
 from qerl_bench.task.prompt_task import PromptTask
 from qerl_core.checks import (
@@ -101,8 +101,8 @@ class TaskEvaluation:
         return self if self.at_greedy or step not in self.at else SampledEvaluation(**vars(self))
 
     def check(self, task: Task) -> None:
-        """Raise ConfigError unless the task has `questions` held-out questions."""
-        task.eval_prompts(self.questions)
+        """Raise ConfigError unless the task has `questions` different held-out questions."""
+        held_out(task, self.questions)
 
     def evaluate(
         self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int, world: World = ALONE

@@ -19,7 +19,7 @@ from qerl_bench.logger.base import MetricsMirror
 from qerl_bench.task.base import Task
 from qerl_core.rundir.checkpoints import checkpoints, step_of
 from qerl_core.rundir.run_dir import RunDir
-from qerl_core.statistics import over_samples
+from qerl_core.statistics import over_samples, with_error
 
 log = logging.getLogger(__name__)
 POINTS = 5  # of a curve, about, if eval.every leaves it open
@@ -75,10 +75,9 @@ def metrics_of_validation(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]
         columns = {"accuracy": "correct"} | ({"lenient": "lenient"} if has_lenient(chosen) else {})
         for name, column in columns.items():
             estimate = over_samples(by_question(chosen, column, samples))
-            metrics |= {
-                f"validation/{name}_{mode}": estimate.value,
-                f"validation/{name}_{mode}_stderr": estimate.stderr,
-            }
+            metrics[f"validation/{name}_{mode}"] = estimate.value
+            if (stderr := estimate.known_stderr) is not None:
+                metrics[f"validation/{name}_{mode}_stderr"] = stderr
     return metrics
 
 
@@ -93,7 +92,8 @@ def log_validation(run: RunDir, mirror: MetricsMirror, step: int, found: dict[st
     mirror.log("validation", step, found)
     accuracies = [name for name in ("validation/accuracy_greedy", "validation/accuracy_sampled") if name in found]
     shown = ", ".join(
-        f"{name.removeprefix('validation/')} {found[name]:.3f} +- {found[f'{name}_stderr']:.3f}" for name in accuracies
+        f"{name.removeprefix('validation/')} {with_error(found[name], found.get(f'{name}_stderr'))}"
+        for name in accuracies
     )
     log.info("validation after step %d, %d questions: %s", step, found["validation/questions"], shown)
 

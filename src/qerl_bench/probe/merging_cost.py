@@ -11,7 +11,7 @@ from qerl_bench.model.policy import Policy
 from qerl_bench.probe.answers import asked_at
 from qerl_core.process.progress import phase
 from qerl_core.records import Rollout
-from qerl_core.statistics import over_samples, paired_difference
+from qerl_core.statistics import over_samples, paired_difference, with_error
 
 DRAW = "merging"  # the random numbers of all answers
 
@@ -51,7 +51,7 @@ def merging_cost(experiment: Experiment, policy: Policy, questions: int | None, 
         "questions": len(prompts),
         "samples": samples,
         "accuracy": {name: over_samples(rows).value for name, rows in right.items()},
-        "difference": {name: {"value": one.value, "stderr": one.stderr} for name, one in differences.items()},
+        "difference": {name: {"value": one.value, "stderr": one.known_stderr} for name, one in differences.items()},
         "kl": kl,
         "update_kept": merging.update_kept(),
     }
@@ -64,7 +64,7 @@ def in_words(cost: dict[str, Any]) -> str:
     lines += [f"{'':16}  {'accuracy':>8}  {'minus apart':>15}  {'KL, nats/token':>14}"]
     for key, name in names.items():
         one = cost["difference"].get(key)
-        gap = "" if one is None else f"{100 * one['value']:+.1f} +- {100 * one['stderr']:.1f}"
+        gap = "" if one is None else with_error(100 * one["value"], one["stderr"] and 100 * one["stderr"], "+.1f")
         kl = "" if one is None else f"{cost['kl'][key]:.2g}"
         lines.append(f"{name:16}  {100 * cost['accuracy'][key]:6.1f} %  {gap:>15}  {kl:>14}".rstrip())
     return "\n".join([*lines, f"rounding keeps {cost['update_kept']:.1%} of the adapter's update"])

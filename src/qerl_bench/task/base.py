@@ -10,6 +10,7 @@ from typing import Protocol
 
 from qerl_bench.algo.base import Algorithm
 from qerl_bench.task.question_form import normalize_question
+from qerl_core.checks import require
 from qerl_core.records import Demonstration, Prompt, Reward, Rollout
 from qerl_core.seeding import derive
 
@@ -115,3 +116,18 @@ class Task(Protocol):
         `finished` is false for one that was cut off at the token limit: what stands at its end may have gone on.
         """
         ...
+
+
+def held_out(task: Task, questions: int | None) -> list[Prompt]:
+    """The first `questions` held-out prompts of `task` (None: all), of which none may be a copy of another: an error
+    over questions takes them as independent. Raises ConfigError if there are too few, and for copies."""
+    prompts = task.eval_prompts(questions)
+    first: dict[str, str] = {}
+    for prompt in prompts:
+        earlier = first.setdefault(task.normalize(prompt.question), prompt.id) if prompt.question else prompt.id
+        require(
+            earlier == prompt.id,
+            f"task={task.name} asks the same question as {earlier} and as {prompt.id}, but an error over questions "
+            "takes each as a new one; let eval_prompts return it once",
+        )
+    return prompts

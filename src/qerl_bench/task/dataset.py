@@ -122,10 +122,41 @@ class DatasetTask(PromptTask):
             raise no_demonstrations(self.name)
         return format_demonstration(self.answer_format, _ANNOTATION.sub("", row.reasoning), row.gold)
 
+    def copies(self) -> dict[str, str]:
+        """The ids of held-out questions that are not asked, because they are copies, with the ids of those that are."""
+        kept = {self.normalize(row.question): row for row in self._eval_rows}
+        ids = {row.line: kept[form].line for row in self._read_rows if (form := self.normalize(row.question)) in kept}
+        return {self._id("test", line): self._id("test", first) for line, first in ids.items() if line != first}
+
     @cached_property
-    def _eval_rows(self) -> tuple[QuestionRow, ...]:
+    def _read_rows(self) -> tuple[QuestionRow, ...]:
         self.grader.check()  # callers that only evaluate do not call `check`
         return self.eval.rows("task.eval", self.eval_file, "set task.eval_file to a local JSONL file", self.grader)
+
+    @cached_property
+    def _eval_rows(self) -> tuple[QuestionRow, ...]:
+        """Each held-out question once: a copy says nothing new, but would make an error over questions smaller."""
+        first: dict[str, QuestionRow] = {}
+        copies = []
+        for row in self._read_rows:
+            kept = first.setdefault(self.normalize(row.question), row)
+            if kept is not row:
+                copies.append(f"line {row.line} = line {kept.line}")
+                require(
+                    self.grader.equal(kept.gold, row.gold),
+                    f"task={self.name}: test lines {kept.line} and {row.line} are one question with two answers, "
+                    f"{kept.gold[:40]!r} and {row.gold[:40]!r}; keep the right one",
+                )
+        if copies:
+            examples = "; ".join(copies[:MAX_EXAMPLES])
+            log.warning(
+                "%d of %d test questions of task=%s stand there before and count once (%s)",
+                len(copies),
+                len(self._read_rows),
+                self.name,
+                examples,
+            )
+        return tuple(first.values())
 
     @cached_property
     def _train_rows(self) -> tuple[QuestionRow, ...]:
@@ -167,4 +198,7 @@ class DatasetTask(PromptTask):
         return [rows[index] for index in training_indices(step, count, seed, len(rows))]
 
     def _prompt(self, split: str, row: QuestionRow) -> Prompt:
-        return self.prompt_template.prompt(f"{self.name}/{split}/{row.line}", row.question, row.gold)
+        return self.prompt_template.prompt(self._id(split, row.line), row.question, row.gold)
+
+    def _id(self, split: str, line: int) -> str:
+        return f"{self.name}/{split}/{line}"

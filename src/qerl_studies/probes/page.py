@@ -121,8 +121,10 @@ def noise(formats: Mapping[str, Any]) -> Table:
     return ["quant", "sigma", "of the median norm scale", "entropy ratio", "KL", "right"], lines
 
 
-def interval(estimate: Estimate) -> str:
-    return f"{100 * estimate.value:+.1f} [{100 * estimate.low:+.1f}, {100 * estimate.high:+.1f}]"
+def interval(estimate: Estimate, form: str = "+.1f") -> str:
+    """A percentage with its interval, if more than one question, or unit, tells of an error."""
+    value, low, high = (format(100 * one, form) for one in (estimate.value, estimate.low, estimate.high))
+    return value if estimate.known_stderr is None else f"{value} [{low}, {high}]"
 
 
 def _shares(found: Mapping[str, Any]) -> list[str]:
@@ -130,7 +132,7 @@ def _shares(found: Mapping[str, Any]) -> list[str]:
     right = accuracy(found)
     lenient = "-" if found["lenient"] is None else f"{100 * accuracy(found, 'lenient').value:.1f}"
     return [
-        f"{100 * right.value:.1f} [{100 * right.low:.1f}, {100 * right.high:.1f}]",
+        interval(right, ".1f"),
         lenient,
         f"{found['found']:.0%}",
         f"{1 - found['finished']:.0%}",

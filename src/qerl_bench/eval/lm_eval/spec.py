@@ -20,6 +20,7 @@ from qerl_bench.eval.base import Evaluation
 from qerl_bench.eval.lm_eval.standard import FEWSHOT_SEED, benchmark_of, write_benchmark
 from qerl_bench.eval.task import accuracy_score, grade_rollouts, sample_key, scores_of
 from qerl_bench.parallel import ALONE, World
+from qerl_bench.task import base
 from qerl_bench.task.base import Task
 from qerl_core.checks import check_fields, count, one_of, optional, require_package, text
 from qerl_core.records import Prompt, Rollout
@@ -55,7 +56,7 @@ class LMEval:
         require_package("lm_eval", "eval=lm_eval", "eval")
         if self.protocol == "standard":
             benchmark_of(task.name)
-        task.eval_prompts(self.questions)
+        base.held_out(task, self.questions)
 
     def evaluate(
         self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int, world: World = ALONE

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import re
-import unicodedata
 from dataclasses import dataclass
 
+from qerl_bench.task.grader.characters import words_of
 from qerl_bench.task.grader.extract import ANSWER_FORMATS, extract, well_formed
 from qerl_bench.task.grader.latex import compare
 from qerl_bench.task.grader.numbers import parse_number
@@ -49,7 +48,11 @@ class Grader:
 
     def is_readable(self, gold: str) -> bool:
         """Whether any answer can equal `gold`, which is so if its own text does."""
-        return self._compare(gold, gold.strip())[0]
+        return self.equal(gold, gold.strip())
+
+    def equal(self, gold: str, text: str) -> bool:
+        """Whether the answer `text` equals `gold`."""
+        return self._compare(gold, text)[0]
 
     def reward(self, gold: str, completion: str, finished: bool = True) -> Reward:
         """correct_weight for the right answer + format_weight for a well-formed completion. Never raises on any text.
@@ -76,8 +79,3 @@ class Grader:
             return bool(words) and words == words_of(gold), words
         value = parse_number(text)
         return (False, text) if value is None else (value == parse_number(gold), str(value))
-
-
-def words_of(text: str) -> str:
-    """The words of `text` in lower case, a space apart."""
-    return " ".join(re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", text).casefold()))

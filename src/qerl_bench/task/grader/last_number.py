@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from qerl_bench.task.grader.grader import words_of
+from qerl_bench.task.grader.characters import words_of
 from qerl_bench.task.grader.numbers import parse_number
 
 # A minus behind a digit, letter or bracket subtracts; a comma separates well-formed thousands only.

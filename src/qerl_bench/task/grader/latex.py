@@ -1,7 +1,8 @@
 """Compares two LaTeX answers with math-verify: `task.equality=math`.
 
-Two plain numbers are compared exactly, in this process; a percent sign is a unit, and the value of an equation is its
-last side (as in math-verify). What is unclear (unclear.py) is wrong. All other pairs go to a worker process, because no
+Characters become commands (characters.py), units are taken off (units.py), and words are compared as words. Two plain
+numbers are compared in this process; a percent sign is a unit, and the value of an equation is its last side (as in
+math-verify). What is unclear (unclear.py) is wrong. All other pairs go to a worker process, because no
 limit inside this process would work: an alarm needs the main thread, and no exception interrupts a power of 10^9
 digits. The kernel ends the worker when one pair takes more than LIMIT_S seconds of CPU time, which does not depend on
 other load, or more memory than MEMORY_GIB.
@@ -20,59 +21,78 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 
+from qerl_bench.task.grader.characters import is_balanced, words_of
 from qerl_bench.task.grader.numbers import parse_number
-from qerl_bench.task.grader.unclear import is_left_open, is_unclear, joined, same_text
+from qerl_bench.task.grader.unclear import is_left_open, is_pair_of_list, is_unclear, joined, same_text
+from qerl_bench.task.grader.units import TEXT, Answer, read
 
 LIMIT_S = 2.0  # CPU seconds for one pair; ordinary pairs take milliseconds
 WALL_LIMIT_S = 60.0  # in case the worker hangs
 MEMORY_GIB = 4  # address space of the worker
 MAX_LENGTH = 1000  # characters; a longer answer is wrong
-_NUMBER = re.compile(r"[-+0-9.,/ ]+")
+NEAR = Fraction("1.000001e-6")  # relative difference between a fraction and a decimal for it
+_NO_NAME = re.compile(r"\\[dt]?frac|(?<=[0-9.])[eE](?=[-+]?[0-9])")  # letters that are part of a number
+_PROSE = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z .,'-]*")  # abc is a product
+_LETTERS = re.compile(r"[A-Za-z0-9\s().,:'\u2019-]*[A-Za-z][A-Za-z0-9\s().,:'\u2019-]*")
+_DIGITS = re.compile(r"[-+/.:*^]?[0-9]+")
 
 
 def compare(gold: str, answer: str) -> tuple[bool, str]:
     """Whether `answer` equals `gold`, and the canonical form of `answer` (unchanged if it has none)."""
     if len(answer) > MAX_LENGTH:
         return False, answer[:MAX_LENGTH]
-    gold, answer = _bare(gold), _bare(answer)
     foreign = any(letter.isdecimal() and not letter.isascii() for letter in answer)
-    if not answer or foreign or not _balanced(answer):
-        return False, answer
-    if _NUMBER.fullmatch(gold) and _NUMBER.fullmatch(answer):
-        left, right = parse_number(gold), parse_number(answer)
-        if left is not None and right is not None:
-            return left == right, str(right)
-    if is_left_open(answer):
-        return same_text(gold, answer), answer
-    if is_unclear(gold, answer):
-        return False, answer
-    return _compare_in_worker(gold, answer)
+    if foreign or not is_balanced(answer):
+        return False, answer.strip()
+    named = "=" in gold and "=" in answer
+    wanted, given = read(gold, named), read(answer, named)
+    if not given.text or _other_unit(wanted, given):
+        return False, answer.strip()
+    if wanted.words or given.words or _PROSE.fullmatch(wanted.text):
+        return _same_words(wanted, given), words_of(given.text)
+    texts = joined(wanted.text), joined(given.text)
+    left, right = map(_number, texts)
+    if left is not None and right is not None:
+        return _same_number((left, texts[0]), (right, texts[1])), str(right)
+    if is_left_open(given.text) or is_unclear(wanted, given):
+        return same_text(gold, answer), answer.strip()
+    if is_pair_of_list(*texts):
+        texts = f"({texts[0]})", texts[1]
+    return _compare_in_worker(*texts)
 
 
-def _bare(text: str) -> str:
-    """`text` without the full stop of a sentence, a percent sign, and spaces within numbers."""
-    text = text.strip()
-    text = text if text.endswith("..") else text.removesuffix(".")
-    return joined(text[:-1].removesuffix("\\").rstrip() if text.endswith("%") else text)
+def _number(text: str) -> Fraction | None:
+    """The number that `text` is, which has no units any more: 5c is a product."""
+    return None if re.search("[a-zA-Z]", _NO_NAME.sub("", text)) else parse_number(text)
+
+
+def _other_unit(gold: Answer, answer: Answer) -> bool:
+    return bool(gold.units and answer.units) and gold.units.isdisjoint(answer.units)
+
+
+def _same_words(gold: Answer, answer: Answer) -> bool:
+    """Whether an answer in words is that of `gold`; one of them may be plain letters, such as the name of a choice."""
+    plain = [TEXT.sub(r" \1 ", one.text) for one in (gold, answer)]
+    letters = all(one.words or _LETTERS.fullmatch(text) for one, text in zip((gold, answer), plain, strict=True))
+    left, right = ((words_of(text), _DIGITS.findall(text)) for text in plain)
+    return (letters and not answer.linked and left == right and left[0] != "") or same_text(gold.text, answer.text)
+
+
+def _same_number(gold: tuple[Fraction, str], answer: tuple[Fraction, str]) -> bool:
+    """Whether two numbers with their texts are equal: to a millionth if one is a fraction and the other a decimal."""
+    (left, text), (right, other) = gold, answer
+    near = ("." in text) != ("." in other) and left.denominator > 1 < right.denominator
+    return abs(left - right) <= (NEAR * max(abs(left), abs(right)) if near else 0)
 
 
 def is_found_in(gold: str, text: str) -> bool:
     """Whether the answer that math-verify finds in `text` with its default settings equals `gold`."""
     reply = _worker().ask({"gold": gold, "text": text, "limit_s": LIMIT_S})
     return reply is not None and bool(reply["equal"])
-
-
-def _balanced(text: str) -> bool:
-    """Whether braces match. If not, an answer could close the box it is put in and open another."""
-    depth = 0
-    for brace in re.findall(r"(?<!\\)[{}]", text):
-        depth += 1 if brace == "{" else -1
-        if depth < 0:
-            return False
-    return depth == 0
 
 
 @lru_cache(maxsize=4096)

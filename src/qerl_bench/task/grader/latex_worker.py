@@ -71,9 +71,11 @@ def compare(gold: str, answer: str, whole: bool) -> dict[str, Any]:
 
 @lru_cache(maxsize=1024)
 def parse_answer(text: str) -> list[Any]:
+    from latex2sympy2_extended.math_normalization import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
-    targets = [LatexExtractionConfig(boxed_match_priority=0)]
+    rules = NormalizationConfig(units=False, malformed_operators=True, nits=True)  # units.py has taken units off
+    targets = [LatexExtractionConfig(False, boxed_match_priority=0, normalization_config=rules)]
     return parse(f"\\boxed{{{text}}}", extraction_config=targets, parsing_timeout=NO_ALARM)
 
 

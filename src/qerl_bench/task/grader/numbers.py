@@ -19,8 +19,9 @@ MAX_EXPONENT = 100  # of ten, positive or negative; "1e1000000000" would take gi
 _LATEX = (
     (re.compile(r"\{,\}|,\\!"), ","),
     (re.compile(r"(?<![0-9.,])\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}"), r"\1/\2"),
-    (re.compile(r"\\(?:text|textbf|mathrm)\{([^{}\\]*)\}"), r"\1"),
+    (re.compile(r"\\(?:text|textbf|mathrm)\{([^{}\\]*)\}"), r" \1"),
     (re.compile(r"\\[,; ]|(?<=.)~"), " "),  # in front of a number a tilde says that it is about that
+    (re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)"), "°"),
     (re.compile(r"^\$([^$]*)\$$"), r"\1"),
 )
 
@@ -33,14 +34,17 @@ _DECIMAL = re.compile(rf"(?P<mantissa>{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE](?
 # One word of the text after a number: "%", "°C", "/hr", "€", "km/h", "sq.", "children's".
 _LETTERS = r"[^\W\d_]+"
 _UNIT = re.compile(rf"(?:\\?[%$]|[°/€£¥₹])?{_LETTERS}(?:[-/.'\u2019]{_LETTERS})*[.'\u2019]?|\\?[%$]|[°€£¥₹]")
-# Words that change the number ("5 million", "3 and a half", "18 or twenty", "$5M"), or leave it open ("18 or so"). A
-# quarter may be a coin.
+# Words that change the number ("5 million", "3 and a half", "18 or twenty", "$5M"), leave it open ("18 or so", "18 at
+# least", "18 perhaps") or deny it ("18 is wrong"). A quarter may be a coin.
 _NUMBER_WORD = re.compile(
     r"(?i:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fifteen|eighteen|"
     r"(?:four|six|seven|nine)teen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|"
     r"(?:hundred|thousand|million|billion|trillion|dozen|k|mn|bn)s?|"
     r"half|halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?|"
-    r"plus|minus|squared|cubed|or|approx|approximate(?:ly)?|about|around|roughly|nearly|almost|circa|ish)|M|B"
+    r"plus|minus|squared|cubed|or|approx|approximate(?:ly)?|about|around|roughly|nearly|almost|circa|ish|"
+    r"nor?|not|never|neither|either|cannot|wait|wrong|incorrect|invalid|impossible|unless|except|but|than|if|else|"
+    r"least|most|may|maybe|might|could|should|perhaps|possibly|probably|likely|unlikely|presumably|apparently|"
+    r"guess|unsure|uncertain|unknown|instead|rather|actually|otherwise|hmm|until|through|between|onwards?|upwards?)|M|B"
 )
 
 
@@ -67,7 +71,7 @@ def parse_number(text: str) -> Fraction | None:
     if sign["before"] and sign["after"]:
         return None
     number = _RATIO.match(text, sign.end()) or _DECIMAL.match(text, sign.end())
-    if number is None or not _is_unit(text[number.end() :]):
+    if number is None or not is_unit(text[number.end() :]):
         return None
     value = _value(number.groupdict())
     if value is None:
@@ -81,7 +85,7 @@ def value_words(text: str) -> list[str]:
     return [word for word in words if len(word) > 2 and _NUMBER_WORD.fullmatch(word)]
 
 
-def _is_unit(tail: str) -> bool:
+def is_unit(tail: str) -> bool:
     """Whether the text after a number leaves its value unchanged: empty, or units whose words are not numbers."""
     words = tail.strip().removesuffix(".").split()
     return all(_UNIT.fullmatch(word) for word in words) and not any(
