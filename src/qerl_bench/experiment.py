@@ -27,7 +27,6 @@ from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.engine.merged import MergingEngine
 from qerl_bench.eval import formats
 from qerl_bench.eval.base import metrics_of
-from qerl_bench.eval.other_formats import answers_in_other_formats
 from qerl_bench.eval.validation import (
     best_checkpoint,
     evaluation_after,
@@ -40,6 +39,7 @@ from qerl_bench.eval.validation import (
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.logger.base import MetricsMirror, no_mirror
 from qerl_bench.model.policy import Policy
+from qerl_bench.other_formats import answers_in_other_formats
 from qerl_bench.parallel import ALONE, World, largest
 from qerl_bench.quant.error_decomposition import write_layers
 from qerl_bench.run_setup import Setup, evaluate, on_base_of, prepare_device, require_places, set_up, validate
