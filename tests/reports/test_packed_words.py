@@ -1,0 +1,90 @@
+"""What a packed checkpoint says beside its bytes: values decide whether that changes the weights, not keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qerl_bench.quant.packed_config import config_entry, packing_of
+from qerl_core.checks import ConfigError
+from qerl_core.options.names import option
+
+PACKED = ("nvfp4", "mxfp4", "fp8", "int8", "int4")
+
+
+def entry_of(name: str) -> dict[str, Any]:
+    """What an export of the format says."""
+    return json.loads(json.dumps(config_entry(option("quant", name), ["lm_head"], "bfloat16")))
+
+
+def packing(folder: Path, name: str, entry: dict[str, Any]) -> Any:
+    (folder / "config.json").write_text(json.dumps({"quantization_config": entry}))
+    return packing_of(folder, option("quant", name))
+
+
+def weights_of(entry: dict[str, Any]) -> dict[str, Any]:
+    weights: dict[str, Any] = entry["config_groups"]["group_0"]["weights"]
+    return weights
+
+
+# --- checkpoints of GPTQ: https://github.com/neuralmagic/nm-vllm/issues/405 and ---------------------------------------
+# https://github.com/vllm-project/llm-compressor/issues/1815
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("order", ["static", "weight", "STATIC", False, None])
+def test_the_order_in_which_codes_were_chosen_changes_no_weight(tmp_path: Path, name: str, order: object) -> None:
+    plain, entry = packing(tmp_path, name, entry_of(name)), entry_of(name)
+    weights_of(entry)["actorder"] = order
+    assert packing(tmp_path, name, entry) == plain
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("order", ["group", "dynamic", True])
+def test_an_order_that_needs_an_index_is_refused(tmp_path: Path, name: str, order: object) -> None:
+    entry = entry_of(name)
+    weights_of(entry)["actorder"] = order
+    with pytest.raises(ConfigError, match=rf"actorder={order}.*give the unquantized model"):
+        packing(tmp_path, name, entry)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_a_group_of_all_weights_is_a_row(tmp_path: Path, name: str) -> None:
+    plain = packing(tmp_path, name, entry_of(name))
+    for said in ({"strategy": "channel", "group_size": -1}, {"strategy": None, "group_size": -1}):
+        entry = entry_of(name)
+        weights_of(entry).update(said)
+        assert packing(tmp_path, name, entry) == plain
+    for said in ({"strategy": None, "group_size": None}, {"strategy": "channel", "group_size": 64}):
+        entry = entry_of(name)
+        weights_of(entry).update(said)
+        with pytest.raises(ConfigError, match=r"strategy=tensor|group_size=64"):
+            packing(tmp_path, name, entry)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_entries_that_ask_for_nothing_are_passed_over_and_others_named(tmp_path: Path, name: str) -> None:
+    plain, entry = packing(tmp_path, name, entry_of(name)), entry_of(name)
+    dense = {"sparsity_config": {"format": "dense"}, "transform_config": {"config_groups": {}}}
+    assert packing(tmp_path, name, entry | dense) == plain
+    for key, value in {
+        "sparsity_config": {"format": "sparse-24-bitmask"},
+        "transform_config": {"config_groups": {"R1": {"type": "hadamard"}}},
+    }.items():
+        with pytest.raises(ConfigError, match=rf"{key}=.*give the unquantized model"):
+            packing(tmp_path, name, entry | {key: value})
+
+
+# --- advice in a circle: W4AFP8 of llm-compressor ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_codes_of_four_bits_in_bytes_are_refused_at_once(tmp_path: Path, name: str) -> None:
+    entry = entry_of("int4")
+    entry["format"] = entry["config_groups"]["group_0"]["format"] = "int-quantized"
+    with pytest.raises(ConfigError, match=r"num_bits=4.*give the unquantized model") as caught:
+        packing(tmp_path, name, entry)
+    assert "use quant" not in str(caught.value)
