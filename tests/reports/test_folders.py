@@ -22,6 +22,7 @@ from qerl_bench.model.hub import HubModel
 from qerl_bench.model.load import load_packed
 from qerl_bench.model_setup import build_policy
 from qerl_bench.quant.export import export
+from qerl_bench.quant.foreign_config import checked_config
 from qerl_bench.quant.weight_files import weight_files
 from qerl_bench.quantizer.calibration import Calibration
 from qerl_bench.task.chat_template import demonstration_ids
@@ -503,6 +504,25 @@ def test_keys_that_the_model_does_not_know_are_named(llama: Path, caplog: pytest
     load(llama)
     (line,) = {record.getMessage() for record in caplog.records if "does not know" in record.getMessage()}
     assert "scale_emb=12, logit_scale=0.5" in line and "mrope" not in line and "unsloth" not in line
+
+
+def test_keys_that_a_model_reads_without_declaring_them_are_not_called_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Qwen3-MoE's model asks its config for head_dim by getattr, and `num_local_experts` is another name there."""
+    from transformers import Qwen3MoeConfig
+
+    said = {"head_dim": 32, "num_local_experts": 4, "scale_emb": 12}
+    checked_config("folder", Qwen3MoeConfig(**said), said)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "has scale_emb=12, which Qwen3MoeConfig does not know" in line
+
+
+# https://github.com/huggingface/transformers/issues/10083
+def test_tuples_in_the_place_of_named_results_change_nothing(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = logits(load(llama))
+    say(llama, return_dict=False)
+    assert torch.equal(logits(load(llama)), expected) and "return_dict=false" in caplog.text
 
 
 def test_a_model_reads_as_much_as_its_config_says_and_anything_without_a_word() -> None:

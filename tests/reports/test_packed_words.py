@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from qerl_bench.quant.packed_config import config_entry, packing_of
 from qerl_core.checks import ConfigError
@@ -88,3 +89,31 @@ def test_codes_of_four_bits_in_bytes_are_refused_at_once(tmp_path: Path, name: s
     with pytest.raises(ConfigError, match=r"num_bits=4.*give the unquantized model") as caught:
         packing(tmp_path, name, entry)
     assert "use quant" not in str(caught.value)
+
+
+# --- scales that bitsandbytes keeps in the order of its CPU kernel, and saves so --------------------------------------
+
+
+def test_transposed_scales_of_nf4_are_refused_with_their_cause(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    from safetensors.torch import save_file
+
+    from qerl_bench.quant.checkpoint import CheckpointReader
+    from qerl_bench.quant.nf4_checkpoint import STATE, read_nf4
+
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [8, 128]}
+    tensors = {
+        "layer.weight": torch.arange(8 * 64, dtype=torch.uint8).view(-1, 1),
+        f"layer.weight{STATE}": torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8),
+    }
+    scales = torch.linspace(0.5, 1.5, 16)
+
+    def read(absmax: torch.Tensor) -> dict[str, torch.Tensor]:
+        save_file(tensors | {"layer.weight.absmax": absmax}, tmp_path / "model.safetensors")
+        return read_nf4(CheckpointReader(tmp_path, "cpu"), "layer", (8, 128), option("quant", "nf4"))
+
+    assert torch.equal(read(scales)["absmax"], scales)
+    with pytest.raises(ConfigError, match=r"absmax has the shape \(2, 8\).*CPU.*before.*it generates"):
+        read(scales.view(8, 2).T.contiguous().bfloat16())
+    with pytest.raises(ConfigError, match=r"different models"):
+        read(scales[:8])
