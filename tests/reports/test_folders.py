@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -474,6 +475,21 @@ def test_tensors_that_compute_nothing_are_named_or_passed_over(llama: Path, capl
     caplog.clear()
     assert torch.equal(logits(load(llama)), expected)
     assert "4 tensors belong to no part of the model" in caplog.text
+
+
+def test_layers_of_which_packing_leaves_little_are_named_with_the_remedy(
+    llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In FP16 the tensor scale of small weights overflows, and that of NVFP4 becomes 1."""
+    name = "model.layers.0.mlp.down_proj"
+    shape = load_file(llama / "model.safetensors")[f"{name}.weight"].shape
+    put(llama, **{f"{name}.weight": 1e-3 * torch.randn(shape, generator=torch.Generator().manual_seed(0))})
+    for words in (["quant=nvfp4"], ["quant=mxfp4"], ["quant=fp8"], ["quant=int8"], ["quant=int4"]):
+        load(llama, *words)
+    assert "lost more than" not in caplog.text
+    load(llama, "quant=nvfp4", "quant.compute_dtype=float16")
+    (line,) = {record.getMessage() for record in caplog.records if "lost more than" in record.getMessage()}
+    assert re.search(rf"{name} most: relative_error [01]\.\d+ .*quant\.compute_dtype=bfloat16", line)
 
 
 # --- values of config.json that cannot be, and keys that nothing reads -----------------------------------------------
