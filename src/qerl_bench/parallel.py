@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qerl_core.checks import ConfigError, TrainingStopped, check_fields, flag, require
+from qerl_core.process.inherited import PLACE, is_of_launcher
 from qerl_core.process.termination import Terminated
 
 if TYPE_CHECKING:
@@ -31,11 +32,6 @@ Item = TypeVar("Item")
 ANSWER_LIMIT_S = 7200.0  # for the slowest rank to arrive where the others wait for it
 LET_OTHERS_SPEAK_S = 1.0
 STARTED = "TORCHELASTIC_RUN_ID"  # set by torchrun
-PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-OF_TORCHRUN = (
-    *(*PLACE, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,8 +232,9 @@ def joined() -> Iterator[World]:
     """
     size = os.environ.get("WORLD_SIZE", "1")
     given = [name for name in PLACE if name in os.environ]
+    alone = size == "1" and os.environ.get("RANK", "0") == "0"
     require(
-        STARTED in os.environ or (size == "1" and os.environ.get("RANK", "0") == "0"),
+        alone or (STARTED in os.environ and len(given) == len(PLACE)),
         f"{', '.join(f'{name}={os.environ[name]}' for name in given)} is set, and torchrun has not started this "
         f"process. Several GPUs: torchrun --nproc-per-node N -m qerl_bench ...; one process: env -u "
         f"{' -u '.join(given)}",
@@ -248,7 +245,7 @@ def joined() -> Iterator[World]:
     show_own_gpu(int(os.environ["LOCAL_RANK"]))
     with tempfile.TemporaryDirectory(prefix="qerl-bench-rank-") as scratch:
         ranks = Ranks(Path(scratch))
-        for name in [name for name in os.environ if name in OF_TORCHRUN or name.startswith("TORCHELASTIC_")]:
+        for name in filter(is_of_launcher, [*os.environ]):
             del os.environ[name]  # programs that this one starts are no ranks
         with silence_other_ranks(ranks):
             yield ranks

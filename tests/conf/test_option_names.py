@@ -20,7 +20,7 @@ from qerl_core.options.composer import Composer
 from qerl_core.options.files import LINE, alternatives
 from qerl_core.process.installation import CONF_DIR
 
-OTHERS = {"experiment", "recipe", "claim", "run.yaml"}
+OTHERS = {"experiment", "recipe", "claim", "run.yaml", "sweeping.yaml"}
 AXES = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.name not in OTHERS)
 BF16, NVFP4 = "qerl_bench.quant.bf16.BF16", "qerl_bench.quant.nvfp4.NVFP4"
 BY_HAND = f"{{name:nvfp4,_target_:{BF16}}}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from qerl_bench.model.hub import HubModel
 from qerl_bench.model.load import load_packed
 from qerl_bench.model_setup import build_policy
 from qerl_bench.quant.export import export
+from qerl_bench.quant.foreign_config import checked_config
 from qerl_bench.quant.weight_files import weight_files
 from qerl_bench.quantizer.calibration import Calibration
 from qerl_bench.task.chat_template import demonstration_ids
@@ -475,6 +477,21 @@ def test_tensors_that_compute_nothing_are_named_or_passed_over(llama: Path, capl
     assert "4 tensors belong to no part of the model" in caplog.text
 
 
+def test_layers_of_which_packing_leaves_little_are_named_with_the_remedy(
+    llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In FP16 the tensor scale of small weights overflows, and that of NVFP4 becomes 1."""
+    name = "model.layers.0.mlp.down_proj"
+    shape = load_file(llama / "model.safetensors")[f"{name}.weight"].shape
+    put(llama, **{f"{name}.weight": 1e-3 * torch.randn(shape, generator=torch.Generator().manual_seed(0))})
+    for words in (["quant=nvfp4"], ["quant=mxfp4"], ["quant=fp8"], ["quant=int8"], ["quant=int4"]):
+        load(llama, *words)
+    assert "lost more than" not in caplog.text
+    load(llama, "quant=nvfp4", "quant.compute_dtype=float16")
+    (line,) = {record.getMessage() for record in caplog.records if "lost more than" in record.getMessage()}
+    assert re.search(rf"{name} most: relative_error [01]\.\d+ .*quant\.compute_dtype=bfloat16", line)
+
+
 # --- values of config.json that cannot be, and keys that nothing reads -----------------------------------------------
 
 
@@ -503,6 +520,25 @@ def test_keys_that_the_model_does_not_know_are_named(llama: Path, caplog: pytest
     load(llama)
     (line,) = {record.getMessage() for record in caplog.records if "does not know" in record.getMessage()}
     assert "scale_emb=12, logit_scale=0.5" in line and "mrope" not in line and "unsloth" not in line
+
+
+def test_keys_that_a_model_reads_without_declaring_them_are_not_called_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Qwen3-MoE's model asks its config for head_dim by getattr, and `num_local_experts` is another name there."""
+    from transformers import Qwen3MoeConfig
+
+    said = {"head_dim": 32, "num_local_experts": 4, "scale_emb": 12}
+    checked_config("folder", Qwen3MoeConfig(**said), said)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "has scale_emb=12, which Qwen3MoeConfig does not know" in line
+
+
+# https://github.com/huggingface/transformers/issues/10083
+def test_tuples_in_the_place_of_named_results_change_nothing(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = logits(load(llama))
+    say(llama, return_dict=False)
+    assert torch.equal(logits(load(llama)), expected) and "return_dict=false" in caplog.text
 
 
 def test_a_model_reads_as_much_as_its_config_says_and_anything_without_a_word() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_both_kinds_of_metadata_describe_the_files(study: Path, tmp_path: Path) 
     required = ("name", "description", "license", "creator", "datePublished", "distribution", "recordSet")
     rai = ("dataLimitations", "dataBiases", "personalSensitiveInformation", "dataUseCases", "dataSocialImpact")
     assert all(described[key] for key in (*required, *(f"rai:{key}" for key in rai)))
-    assert described["rai:dataCollectionTimeFrame"].count("/") == 1
+    assert described["rai:dataCollectionTimeFrame"] == days_of(load_runs([study]))
     (records,) = described["recordSet"]
     kinds = {field["name"]: field["dataType"] for field in records["field"]}
     assert (kinds["run"], kinds["step"], kinds["value"], kinds["finished"]) == (
@@ -116,6 +117,12 @@ def test_both_kinds_of_metadata_describe_the_files(study: Path, tmp_path: Path) 
     assert {*named} - {"https://w3id.org/ro/crate/1.1"} <= graph.keys()
 
 
+def days_of(runs: list[Any]) -> list[str]:
+    """The first and the last day on which these runs wrote numbers; one if they are the same."""
+    times = [time for run in runs for kind in ("eval", "train") for time in run.series(kind, "time")]
+    return sorted({datetime.fromtimestamp(time, UTC).date().isoformat() for time in (min(times), max(times))})
+
+
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")  # of mlcroissant itself
 def test_mlcroissant_reads_the_records(study: Path, tmp_path: Path) -> None:
@@ -125,6 +132,8 @@ def test_mlcroissant_reads_the_records(study: Path, tmp_path: Path) -> None:
     counts = {table.uuid: len([*dataset.records(table.uuid)]) for table in dataset.metadata.record_sets}
     assert counts == {path.stem: parquet.read_metadata(path).num_rows for path in out.glob("*.parquet")}
     assert counts["tidy"] == sum(len(run.metrics) for run in load_runs([out]))
+    read = [time.date().isoformat() for time in dataset.metadata.data_collection_timeframe]
+    assert sorted(read) == days_of(load_runs([study]))
 
 
 def test_no_address_is_made_up_for_a_licence(study: Path, tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweeperConf
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Override
 
+from qerl_core.options.hydra_options import refuse_unlisted
 from qerl_core.rundir.refusals import nothing_left_if_refused
 from qerl_core.rundir.run_checks import refuse_unwritable
 
@@ -34,6 +36,11 @@ class UncheckedSweeper(BasicSweeper):
         refuse_unwritable(folder, "root=DIR")  # where the grid is written
         with nothing_left_if_refused(folder / "multirun.yaml"):
             return super().sweep(arguments)
+
+    @staticmethod
+    def split_arguments(overrides: list[Override], max_batch_size: int | None) -> list[list[list[str]]]:
+        refuse_unlisted(overrides)
+        return BasicSweeper.split_arguments(overrides, max_batch_size)
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         """Nothing; `check_points` refuses bad points before the first one starts."""

@@ -6,9 +6,12 @@ what it has read. Sampling flags are never used here; token ids are.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,9 @@ def checked_config(where: str | Path, config: Any, raw: Mapping[str, Any]) -> An
     if isinstance(rows, int) and isinstance(pad, int) and not 0 <= pad < rows:
         log.warning("%s pad_token_id=%d, and the embedding has the rows 0 to %d: left out", file, pad, rows - 1)
         config.pad_token_id = None
+    if getattr(config, "return_dict", None) is False:  # of tuples no part has a name
+        log.warning("%s return_dict=false, which says how a model hands over what it computes: left out", file)
+        config.return_dict = True
     text = raw.get("text_config")
     said = text if isinstance(text, Mapping) and text.get("model_type") == config.model_type else raw
     if unknown := _unknown(config, said):
@@ -84,9 +90,21 @@ def _unknown(config: Any, said: Mapping[str, Any]) -> list[str]:
     """What `said` sets beyond the keys that the class of `config` has; nothing that is off."""
     from transformers import GenerationConfig
 
-    known = {*dir(type(config)), *type(config).attribute_map, *type(config).sub_configs, *GenerationConfig().to_dict()}
+    kind = type(config)
+    renamed = {*kind.attribute_map, *kind.attribute_map.values()}
+    known = {*dir(kind), *renamed, *kind.sub_configs, *GenerationConfig().to_dict(), *_read_by_model(kind)}
     set_here = {key: value for key, value in said.items() if value not in (None, False, "", [], {})}
     return [f"{key}={str(value)[:40]}" for key, value in set_here.items() if key not in known | ELSEWHERE]
+
+
+@lru_cache(maxsize=8)
+def _read_by_model(kind: type) -> set[str]:
+    """The keys that the file of the model beside that of its config class reads, declared there or not."""
+    file = Path(inspect.getfile(kind))
+    model = file.with_name(file.name.replace("configuration_", "modeling_"))
+    text = model.read_text(encoding="utf-8") if model.is_file() else ""
+    found = re.findall(r"""\bgetattr\(\s*(?:self\.)?config,\s*["'](\w+)["']|\bconfig\.(\w+)""", text)
+    return {quoted or plain for quoted, plain in found}
 
 
 def said_of_generation(file: Path) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def read_nf4(
     blocks = shape[0] * shape[1] // NF4.block
     packed = {
         "weight": _bytes(reader, key, shape[0] * shape[1] // 2),
-        "absmax": reader.read(f"{key}.absmax", (blocks,)),
+        "absmax": _scales(reader, f"{key}.absmax", blocks),
     }
     if double:
         packed["nested_absmax"] = reader.read(f"{key}.nested_absmax", (-(-blocks // NESTED_BLOCK),))
@@ -57,6 +57,19 @@ def read_nf4(
     dtype = torch.uint8 if double else torch.float32
     require(packed["absmax"].dtype == dtype, f"{key}.absmax is stored as {packed['absmax'].dtype}, not as {dtype}")
     return packed
+
+
+def _scales(reader: CheckpointReader, key: str, blocks: int) -> torch.Tensor:
+    """The scales `key` (blocks,). Raises ConfigError if bitsandbytes has put them in the order of its CPU kernel."""
+    stored = reader.read(key)
+    require(
+        stored.dim() == 1 or stored.numel() != blocks,
+        f"{reader.files[key]}: {key} has the shape {tuple(stored.shape)} and {stored.dtype}, in which bitsandbytes "
+        "keeps scales on a CPU after a model has generated there, transposed and rounded. Save the checkpoint before "
+        f"it generates, or from a GPU; or {UNPACKED}",
+    )
+    reader.check_shape(key, stored.shape, (blocks,))
+    return stored
 
 
 def _bytes(reader: CheckpointReader, key: str, count: int) -> torch.Tensor:

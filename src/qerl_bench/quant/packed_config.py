@@ -93,7 +93,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def packing_of(folder: Path, requested: WeightFormat) -> PackedFormat:
     """How the weights in `folder` are packed. Raises ConfigError unless that is readable, and is `requested`."""
-    config = quantization_config(folder) or {}
+    config = _as_read(quantization_config(folder) or {})
     method = str(config.get("quant_method")).removesuffix("_fp4")  # vLLM says modelopt_fp4
     name, stored = _stored(folder, method, config)
     require(
@@ -109,12 +109,51 @@ def packing_of(folder: Path, requested: WeightFormat) -> PackedFormat:
         raise ConfigError(f"{folder}: its quantization config is not of {method} ({error}); {_ORIGINAL}") from None
 
 
+def _as_read(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` without entries that say nothing about the weights by their values, and with what compressed-tensors
+    takes where an entry of a group's weights is left out."""
+    plain = {key: value for key, value in config.items() if not _is_void(key, value)}
+    groups = plain.get("config_groups")
+    if plain.get("quant_method") == COMPRESSED and isinstance(groups, Mapping):
+        plain["config_groups"] = {name: _group_as_read(group) for name, group in groups.items()}
+    return plain
+
+
+def _is_void(key: str, value: Any) -> bool:
+    """Whether an entry of the whole checkpoint asks for nothing: weights that are not sparse, or no rotation."""
+    if not isinstance(value, Mapping):
+        return False
+    return (key == "sparsity_config" and value.get("format") == "dense") or (
+        key == "transform_config" and not value.get("config_groups")
+    )
+
+
+def _group_as_read(group: Any) -> Any:
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        return group
+    size, said = weights.get("group_size"), dict(weights)
+    if said.get("strategy") is None:
+        said["strategy"] = "tensor" if size is None else "channel" if size == -1 else "group"
+    if said["strategy"] == "channel" and size == -1:
+        del said["group_size"]
+    if str(said.get("actorder")).lower() in ("static", "weight"):  # in which order GPTQ chose codes that lie as always
+        del said["actorder"]
+    return {**group, "weights": said}
+
+
 def _stored(folder: Path, method: str, config: Mapping[str, Any]) -> tuple[str, type[BlockFormat]]:
     """Name and class of the format in which all packed layers are stored."""
     readable: Mapping[str, type[BlockFormat]] = {}
     if method == COMPRESSED:
         named, readable = _named(config, "format", "config_groups"), PACK_FORMATS
-        if any(weights.get("num_bits") == 8 for weights in _weights(config)):
+        bits = {weights.get("num_bits") for weights in _weights(config)}
+        require(
+            "int-quantized" not in named.values() or bits <= {8, None},
+            f"{folder} is packed as int-quantized with num_bits={min(bits - {8, None}, default=8)}, which are codes of "
+            f"fewer bits in a byte each; no format here stores them, {_ORIGINAL}",
+        )
+        if 8 in bits:
             readable = PACK_FORMATS | {"pack-quantized": INT8}
     elif method == MODELOPT:
         named, readable = _named(config, "quant_algo", "quantized_layers"), {name: NVFP4 for name in ALGORITHMS}

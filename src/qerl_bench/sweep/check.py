@@ -16,6 +16,7 @@ from qerl_bench.experiment_spec import Experiment
 from qerl_core.checks import ConfigError, require
 from qerl_core.options.composer import Composer
 from qerl_core.options.foreign_names import WITHOUT_KEY
+from qerl_core.options.hydra_options import first_values
 from qerl_core.process.cards import require_gpu
 from qerl_core.rundir.checkpoints import is_finished
 from qerl_core.rundir.run_checks import RunDamaged, check_run_dir, refuse_locked
@@ -35,10 +36,13 @@ def check_single(argv: list[str]) -> Point | None:
     if unknown:
         raise ConfigError(no_flag(unknown))
     given = {key: value for key, value in vars(parsed).items() if value}
-    require(not {"multirun", "cfg"} <= given.keys(), "--cfg shows the config of one run: leave -m out")
+    words = given.get("overrides", [])
+    if "cfg" in given:
+        one = first_values(words)
+        shown = " ".join(["--cfg", given["cfg"], *one])
+        require("multirun" not in given and one == words, f"--cfg shows the config of one run: leave -m out, {shown}")
     if "multirun" in given:
         return None
-    words = given.get("overrides", [])
     if given.keys() - {"overrides", "run"}:  # Hydra prints something
         Composer().tree(words)
         return None

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from qerl_bench.sweep.check import check_points
 from qerl_bench.sweep.table import sweep_table
 from qerl_core.checks import Check, ConfigError, require
-from qerl_core.options.composer import refuse_env_copy
+from qerl_core.options.hydra_options import refuse_unusable
 from qerl_core.options.names import search_folders
 from qerl_core.options.user_options import search_path
 from qerl_core.process.installation import CONF_DIR
@@ -34,7 +34,7 @@ class SweepLauncher(Launcher):
     here = True  # whether points run on this machine, so that its GPUs are theirs
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        refuse_env_copy(config.hydra.job)
+        refuse_unusable(config.hydra)
         folders = search_folders(config.hydra.runtime)
         self.search_path = search_path(folder for folder in folders if folder != CONF_DIR)  # Hydra leaves it out
         self.folder = Path(str(config.hydra.sweep.dir))

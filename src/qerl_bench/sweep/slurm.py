@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_bench.sweep.launcher import SweepLauncher, check_ranks, not_running, pairs, unfinished
+from qerl_bench.sweep.slurm_environment import submission_environment
 from qerl_bench.sweep.slurm_job import JOB_FILE, SlurmJob
 from qerl_core.checks import ConfigError, count, flag, number, optional, require, require_package, text
 from qerl_core.process.termination import Terminated
@@ -159,7 +160,7 @@ class SlurmSweep(SweepLauncher):
         for start in range(0, len(points), size):
             part = points[start : start + size]
             try:
-                with executor.batch():
+                with submission_environment(self.conf), executor.batch():
                     jobs = [executor.submit(job) for job in self.jobs(part)]
             except Exception as error:  # submitit's, with what sbatch said; its class has changed between releases
                 raise refusal(error, len(submitted), len(points), self.conf) from error

@@ -21,10 +21,11 @@ from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from qerl_core.checks import ConfigError, require
+from qerl_core.checks import ConfigError
 from qerl_core.options import user_options
 from qerl_core.options.files import options_of, plain_keys
 from qerl_core.options.fingerprint import fingerprint, flat
+from qerl_core.options.hydra_options import of_several, refuse_unusable
 from qerl_core.options.model_names import short_name
 from qerl_core.options.names import check_option_names, search_folders
 from qerl_core.options.place_words import AXIS, REWARD, with_places
@@ -128,6 +129,8 @@ class Composer:
         text = " ".join(str(error).split("\nConfig search path:")[0].split())
         missing = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
         unknown = re.search(r"Could not override '([^']+)'", text)
+        if (sweeps := re.match(r"Sweep parameters '(.+)' requires --multirun", text)) is not None:
+            return of_several(sweeps[1])
         if (missing is None and unknown is None) or (missing is not None and missing[1].startswith("hydra")):
             if (several := re.match(r"Ambiguous value for argument '([^'=]+)=([^']+)'", text)) is None:
                 return text
@@ -168,19 +171,10 @@ def _composed(choices: tuple[str, ...], read: dict[Any, bytes]) -> tuple[bytes, 
             raise ConfigError(f"{' '.join(choices)}: {error}. An option is chosen by name: quant=nvfp4") from error
     with open_dict(cfg):
         hydra = cfg.pop("hydra")
-    refuse_env_copy(hydra.job)
+    refuse_unusable(hydra)
     user_options.use(search_folders(hydra.runtime))
     check_option_names(cfg, hydra.runtime)
     return pickle.dumps(cfg), hydra.runtime
-
-
-def refuse_env_copy(job: Any) -> None:
-    """Raise ConfigError if Hydra would copy variables of the environment, such as tokens, into files of the run."""
-    require(
-        not job.env_copy,
-        f"hydra.job.env_copy={list(job.env_copy)} would write these variables to multirun.yaml; leave it out: a run "
-        "inherits the environment as it is",
-    )
 
 
 def _is_value(override: Override) -> bool:

@@ -60,11 +60,16 @@ FULL = (
 )
 EACH = "Every step is logged: metrics.jsonl, run.log, and the loggers that logger=... adds"
 SENT = "qerl-bench publish runs/NAME to=hub repo=OWNER/NAME sends a finished run"
+CHECKED = (
+    "Every command checks all of its runs before the first one starts. --cfg job prints the config of one run and "
+    "starts none; hydra/launcher=slurm hydra.launcher.dry_run=true prints the jobs of a sweep"
+)
 WITHOUT_KEY = {  # what is no option here -> how it is done
     **dict.fromkeys(("resume", "resume_from", "resume_from_checkpoint", "resume_mode"), CONTINUED),
     **dict.fromkeys(("gpus", "num_gpus", "n_gpus", "n_gpus_per_node", "devices", "num_processes"), SEVERAL),
     **dict.fromkeys(("top_p", "top_k", "min_p"), FULL),
     **dict.fromkeys(("push_to_hub", "hub_model_id"), SENT),
+    **dict.fromkeys(("dry_run", "dryrun", "dry"), CHECKED),
     "gguf": "model=FILE.gguf trains a GGUF file",
     **dict.fromkeys(("logging_steps", "log_freq", "log_every"), EACH),
 }

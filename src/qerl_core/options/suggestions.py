@@ -9,6 +9,7 @@ from pathlib import Path
 
 from qerl_core.options.files import SET_BY_FILE, alternatives, option_fields, options_of, read_option
 from qerl_core.options.foreign_names import ON, OPTIONS_FOR, WITHOUT_KEY
+from qerl_core.options.hydra_options import unknown_hydra_key
 from qerl_core.options.renamed_keys import renamed, renamed_value
 
 SHOWN = 8  # keys or choices that a message lists
@@ -31,6 +32,8 @@ def unknown_key(key: str, known: Collection[str], choices: Mapping[str, str], fo
     if place := _dictionary(key, choices, folders):
         word = f"{place}.KEYWORD" if key == place else key
         return f"{word} is not set yet, so add it with a plus: +{word}=VALUE"
+    if key.startswith("hydra."):
+        return unknown_hydra_key(key)
     known = [one for one in known if one.rpartition(".")[2] not in ("name", *SET_BY_FILE)]
     last = key.rpartition(".")[2]
     of_others = key not in keys_of_axis(key.partition(".")[0], folders)

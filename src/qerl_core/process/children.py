@@ -14,6 +14,8 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+from qerl_core.process.inherited import without_launcher
+
 PARENT = "QERL_BENCH_PARENT"  # environment variable of a child: its end of the pipe
 _watched = threading.Event()  # set in a child
 STDERR = 2
@@ -25,7 +27,7 @@ class Child:
 
     def __init__(self, words: list[str], environment: dict[str, str] | None = None, **options: Any) -> None:
         end, self._mine = os.pipe()
-        environment = {**(os.environ if environment is None else environment), PARENT: str(end)}
+        environment = {**without_launcher(os.environ if environment is None else environment), PARENT: str(end)}
         try:
             options = {"stdout": STDERR, **options}
             self._process = subprocess.Popen(words, env=environment, pass_fds=[end], **options)

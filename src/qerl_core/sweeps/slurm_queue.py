@@ -4,6 +4,7 @@ squeue; accounting, which many clusters lack, is not asked."""
 from __future__ import annotations
 
 import logging
+import os
 import re
 import subprocess
 import time
@@ -37,9 +38,10 @@ class NoAnswer(ConfigError):
 
 
 def read_queue() -> dict[str, Entry]:
-    """The user's jobs by id, 12_3 for a task of an array. Raises NoAnswer if Slurm does not."""
+    """The user's jobs by id, 12_3 for a task of an array, SQUEUE_* or not. Raises NoAnswer if Slurm does not."""
     command = ["squeue", "--me", "--array", "--noheader", "--states=all", "--format=%i|%T|%R"]
-    asked = subprocess.run(command, capture_output=True, text=True)
+    unfiltered = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    asked = subprocess.run(command, capture_output=True, text=True, env=unfiltered)
     if asked.returncode != 0:
         raise NoAnswer(f"Slurm does not answer ({' '.join(asked.stderr.split())}); when it does, repeat the command")
     rows = [line.split("|", 2) for line in asked.stdout.splitlines()]

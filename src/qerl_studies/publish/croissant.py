@@ -128,7 +128,7 @@ def _kind(column: pa.DataType) -> str:
 def _rai(described: Description) -> dict[str, Any]:
     times = sorted(t for run in described.runs for kind in ("eval", "train") for t in run.series(kind, "time").tolist())
     models, tasks = (", ".join(described.values(key)) for key in ("model.name", "task.name"))
-    collected = f"{_day(times[0])}/{_day(times[-1])}" if times else described.published.isoformat()
+    collected = sorted({_day(times[0]), _day(times[-1])}) if times else [described.published.isoformat()]
     return {
         "rai:dataCollection": (
             f"QeRL-Bench {__version__} trained {models} on {tasks} and wrote each number while it ran; cost: "

@@ -38,7 +38,7 @@ def check_private(folder: Path, private: Private) -> None:
     """Raise ConfigError, naming file and kind, if a path, a name or a key is left in a file of `folder`."""
     for path in sorted(folder.rglob("*")):
         if path.suffix in TEXT_FILES:
-            kinds = private.found(path.read_text())
+            kinds = private.found(_text(path))
         elif path.suffix == ".parquet":
             kinds = [kind for text in _texts(path) for kind in private.found(text)]
         else:
@@ -50,6 +50,13 @@ def check_private(folder: Path, private: Private) -> None:
             )
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text in UTF-8, which its name says: leave it out, or make it again") from error
+
+
 def _texts(path: Path) -> list[str]:
     """The distinct texts of a table."""
     table = parquet.read_table(path)
@@ -57,7 +64,7 @@ def _texts(path: Path) -> list[str]:
     texts: set[str] = set()
     for column in columns:
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-        if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
             texts |= {text for text in column.unique().cast(pa.string()).to_pylist() if text}
     return sorted(texts)
 

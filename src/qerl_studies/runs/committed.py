@@ -14,7 +14,7 @@ and `root` and `logger` of the config, which decide no number and may be private
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,7 +25,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
-from qerl_core.checks import require
+from qerl_core.checks import ConfigError, require
 from qerl_core.options.fingerprint import fingerprint
 from qerl_core.rundir.read_files import read_object
 from qerl_studies.runs.parse import first_names
@@ -36,6 +36,9 @@ ANSWERS_SCHEMA = pa.schema(
     {"run": TEXT, "mode": TEXT, "question": TEXT, "step": pa.int32()}
     | dict.fromkeys(("correct", "samples", "lenient", "finished"), pa.uint16())
     | {"tokens": pa.uint32()}
+)
+TIDY_COLUMNS = pa.schema(
+    {"run": TEXT, "fingerprint": TEXT, "kind": TEXT, "step": pa.int64(), "metric": TEXT, "value": pa.float64()}
 )
 LATER = ("lenient", "finished", "tokens")  # columns that older studies lack
 # Config keys that decide no number and may be private; a run that is read again has these values instead.
@@ -131,8 +134,7 @@ def _read(path: Path, _stamps: tuple[tuple[str, int, int], ...]) -> CommittedStu
 
 def _read_metrics(path: Path, runs: Mapping[str, dict[str, Any]]) -> dict[str, pd.DataFrame]:
     """tidy.parquet cut into the tables of the runs, as parse.read_metrics makes them."""
-    table = _read_columns(path / TIDY, ("run", "fingerprint", "kind", "step", "metric", "value")).unify_dictionaries()
-    frame = table.to_pandas()
+    frame = _read_columns(path / TIDY, TIDY_COLUMNS).unify_dictionaries().to_pandas()
     pairs = frame[["run", "fingerprint"]].drop_duplicates().astype(str).to_numpy().tolist()
     unknown = {name: listed for name, listed in pairs if runs.get(name, {}).get("fingerprint") != listed}
     require(
@@ -161,7 +163,7 @@ def _read_answers(path: Path, runs: Mapping[str, Any]) -> dict[str, pd.DataFrame
         return {}
     fields = schema_of(path / ANSWERS)
     plain = pa.schema([(field.name, pa.string() if field.type == TEXT else pa.int64()) for field in fields])
-    frame = _read_columns(path / ANSWERS, fields.names).cast(plain).to_pandas()
+    frame = _read_columns(path / ANSWERS, plain).to_pandas()
     answers = {str(name): part.drop(columns="run") for name, part in frame.groupby("run", sort=False)}
     unknown = answers.keys() - runs.keys()
     require(
@@ -174,15 +176,41 @@ def _read_answers(path: Path, runs: Mapping[str, Any]) -> dict[str, pd.DataFrame
 
 def schema_of(answers: Path) -> pa.Schema:
     """ANSWERS_SCHEMA without what the file `answers` lacks because it is older."""
-    has = {*parquet.read_schema(answers).names}
+    has = {*_columns_of(answers)}
     return pa.schema([field for field in ANSWERS_SCHEMA if field.name in has or field.name not in LATER])
 
 
-def _read_columns(path: Path, names: Iterable[str]) -> pa.Table:
-    names = list(names)
-    missing = sorted(set(names) - set(parquet.read_schema(path).names))
+def _columns_of(path: Path) -> list[str]:
+    try:
+        return list(parquet.read_schema(path).names)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no Parquet file ({error}). {REMEDY}{path.parent}") from error
+
+
+def _read_columns(path: Path, schema: pa.Schema) -> pa.Table:
+    """The columns of `schema` in its types, whatever types the program that wrote the file has for the same values."""
+    missing = sorted({*schema.names} - {*_columns_of(path)})
     require(not missing, f"{path} has no column {', '.join(missing)}. {REMEDY}{path.parent}")
-    return parquet.read_table(path, columns=names)
+    try:
+        table = parquet.read_table(path, columns=schema.names)
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(f"{path} is damaged ({error}). {REMEDY}{path.parent}") from error
+    return pa.table([_as_type(path, table[field.name], field) for field in schema], schema=schema)
+
+
+def _as_type(path: Path, column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
+    """A column in the type of `field`. Raises ConfigError if values are missing or would change."""
+    may_miss = pa.types.is_floating(field.type) or field.name in LATER  # NaN is written as null
+    require(may_miss or column.null_count == 0, f"{path}: {field.name} lacks values. {REMEDY}{path.parent}")
+    try:
+        if field.type == TEXT and column.type != TEXT:
+            return column.cast(pa.string()).dictionary_encode()
+        return column.cast(field.type)
+    except pa.ArrowException as error:
+        raise ConfigError(
+            f"{path}: {field.name} has values of the type {column.type}, not {field.type} ({error}). "
+            f"{REMEDY}{path.parent}"
+        ) from error
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:

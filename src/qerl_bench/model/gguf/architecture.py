@@ -6,6 +6,7 @@ since it may change what the model computes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,10 @@ _KEYS = KEYS | {
     "vocab_size",
 }
 _GEMMA_KEYS = {"attention.sliding_window", "attention.sliding_window_pattern"}
+# Words, truth values, a pattern of layers, a factor of 0 for none, and what the tokens themselves say.
+_NO_SIZES = {"rope.scaling.type", "rope.scaling.finetuned", "rope.scaling.factor", "vocab_size"} | {
+    "attention.sliding_window_pattern"
+}
 _WINDOW_PATTERN = 6  # of Gemma 3: each sixth block attends to everything
 _BLOCKS_OF_27B = 62  # the one Gemma 3 that divides queries by another number than its head's
 
@@ -101,11 +106,20 @@ def config_of(header: Header) -> dict[str, Any]:
             f"model.id={path}: {prefix}{key}={value} is not known of this architecture, and may change what the model "
             "computes; give the model as safetensors",
         )
+        require(
+            key in _NO_SIZES or is_positive(value),
+            f"model.id={path}: {prefix}{key}={value} is no single number above 0; choose another file",
+        )
     sizes = {key: header.need(f"{prefix}{key}") for key in ("embedding_length", "block_count", "feed_forward_length")}
     heads = header.need(f"{prefix}attention.head_count")
     kv_heads = values.get("attention.head_count_kv", heads)
     for key, value in {**sizes, "attention.head_count": heads, "attention.head_count_kv": kv_heads}.items():
         require(isinstance(value, int) and value > 0, f"model.id={path}: {prefix}{key}={value} is no single number")
+    require(
+        sizes["block_count"] <= len(header.tensors),
+        f"model.id={path}: {prefix}block_count={sizes['block_count']} is more than its {len(header.tensors)} tensors; "
+        "choose another file",
+    )
     head_dim = values.get("attention.key_length", sizes["embedding_length"] // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         require(
@@ -131,6 +145,10 @@ def config_of(header: Header) -> dict[str, Any]:
         config |= _gemma3(header, config, values)
     check_tensors(header, config)
     return config
+
+
+def is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _gemma3(header: Header, config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

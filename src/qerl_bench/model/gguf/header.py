@@ -93,6 +93,11 @@ def _read(path: Path, size: int, changed: int) -> Header:
         _require_whole(path, metadata)
         listed = [reader.tensor() for _ in range(tensors)]
         alignment = metadata.get("general.alignment", ALIGNMENT)
+        require(
+            isinstance(alignment, int) and alignment > 0 and alignment % 8 == 0,
+            f"model.id={path}: general.alignment={alignment} is no multiple of 8, so its tensors cannot be found; "
+            f"{_REMEDY}",
+        )
         first = -(-reader.position // alignment) * alignment
     placed = {name: _place(path, name, first, size, *rest) for name, rest in listed}
     return Header(path, metadata, placed)

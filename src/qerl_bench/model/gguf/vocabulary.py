@@ -66,8 +66,8 @@ def _special(header: Header) -> dict[str, str]:
         number = header.metadata.get(f"{PREFIX}{name}_token_id")
         if number is not None:
             require(
-                number < len(tokens),
-                f"model.id={header.path}: {PREFIX}{name}_token_id={number} is beyond the {len(tokens)} tokens; "
+                isinstance(number, int) and 0 <= number < len(tokens),
+                f"model.id={header.path}: {PREFIX}{name}_token_id={number} is none of the {len(tokens)} tokens; "
                 "download the file again",
             )
             found[{"unknown": "unk_token", "padding": "pad_token"}.get(name, f"{name}_token")] = tokens[number]

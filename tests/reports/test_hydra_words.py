@@ -1,0 +1,123 @@
+"""Hydra's own options, on the command line and in experiment files: obeyed, or refused with the word to type."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from qerl_bench.sweep.check import check_single
+from qerl_core.checks import ConfigError
+from qerl_core.options.composer import Composer
+from qerl_core.options.user_options import search_path
+
+GLOBAL = "# @package _global_\n"
+
+
+def experiment(folder: Path, text: str) -> list[str]:
+    """The words that choose an experiment file with this content."""
+    file = folder / "experiment/mine.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(GLOBAL + text)
+    return [*search_path([folder]), "experiment=mine"]
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "qerl_bench", "run", *words], capture_output=True, text=True)
+
+
+def refusal(words: Sequence[str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_single([*words])
+    return str(caught.value)
+
+
+# --- an experiment file that chooses a launcher or sweeper was passed over without a word: ----------------------------
+# https://github.com/facebookresearch/hydra/issues/3231 and https://github.com/facebookresearch/hydra/issues/2946
+
+
+@pytest.mark.parametrize(
+    ("part", "chosen", "usual"), [("launcher", "slurm", "process"), ("sweeper", "basic", "unchecked")]
+)
+def test_an_experiment_file_chooses_launcher_and_sweeper(tmp_path: Path, part: str, chosen: str, usual: str) -> None:
+    words = experiment(tmp_path, f"defaults:\n  - override /hydra/{part}: {chosen}\n")
+
+    def choice(words: list[str]) -> object:
+        return Composer().chosen(words)[1].choices[f"hydra/{part}"]
+
+    assert choice([]) == choice(["experiment=smoke"]) == usual
+    assert choice(words) == chosen
+    assert choice([*words, f"hydra/{part}={usual}"]) == usual, "the command line has the last word"
+
+
+# --- hydra.run.dir put run.log alone elsewhere: https://github.com/facebookresearch/hydra/issues/284 ------------------
+
+
+@pytest.mark.parametrize("key", ["run.dir", "sweep.dir", "sweep.subdir", "job.chdir"])
+def test_hydra_does_not_part_a_run_from_its_files(tmp_path: Path, key: str) -> None:
+    value = "true" if key == "job.chdir" else str(tmp_path / "elsewhere")
+    node, name = key.split(".")
+    asked = [[f"hydra.{key}={value}"], experiment(tmp_path, f"hydra:\n  {node}:\n    {name}: {value}\n")]
+    for words in asked:
+        said = refusal(["experiment=smoke", *words] if len(words) == 1 else words)
+        assert f"hydra.{key}=" in said and "root=DIR" in said
+    done = run("-m", *asked[0], "seed=0,1", "experiment=smoke", f"root={tmp_path}")
+    assert done.returncode == 2 and f"hydra.{key}=" in done.stderr and not (tmp_path / "elsewhere").exists()
+
+
+# --- sweeps without values: https://github.com/facebookresearch/hydra/issues/1513, .../2237 ---------------------------
+
+WITHOUT_VALUES = {
+    "optim.lr=interval(1e-5,1e-4)": "-m optim.lr=1e-05,0.0001",
+    "aqn=glob(x*)": "no option is called so",
+    "seed=glob(*)": "no option is called so",
+    "seed=range(0)": "empty",
+}
+
+
+@pytest.mark.parametrize("word", WITHOUT_VALUES)
+def test_a_sweep_without_values_names_its_word(tmp_path: Path, word: str) -> None:
+    done = run("-m", word, "quant=bf16,nvfp4", "experiment=smoke", f"root={tmp_path}")
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 2 and f"{word} " in said and WITHOUT_VALUES[word] in said
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_experiment_file_sweeps_over_no_interval(tmp_path: Path) -> None:
+    words = experiment(tmp_path, "hydra:\n  sweeper:\n    params:\n      optim.lr: interval(1e-5,1e-4)\n")
+    done = run("-m", *words, f"root={tmp_path}/R")
+    assert done.returncode == 2 and "optim.lr=1e-05,0.0001" in " ".join(done.stderr.split())
+
+
+def test_several_values_of_one_run_get_the_word_to_type() -> None:
+    for word, said in {
+        "seed=range(3,5)": "one is seed=3",
+        "optim.lr=interval(1e-5,1e-4)": "-m optim.lr=1e-05,0.0001",
+        "aqn=glob(*)": "-m runs them all",
+    }.items():
+        assert said in refusal([word])
+
+
+@pytest.mark.parametrize("flag", [[], ["-m"]])
+def test_the_config_of_a_sweep_gets_the_words_of_its_first_run(flag: list[str]) -> None:
+    said = refusal([*flag, "--cfg", "job", "seed=3,4", "quant=nvfp4", "optim.lr=choice(1e-5,2e-5)"])
+    assert said.endswith("--cfg job seed=3 quant=nvfp4 optim.lr=1e-05")
+
+
+# --- options of another launcher, and of none -------------------------------------------------------------------------
+
+LAUNCHERS = {
+    "hydra.launcher.dry_run=true": "hydra/launcher=slurm",
+    "hydra.launcher.slot=2": "hydra.launcher.slots",
+    "hydra.launcher.gres=2": "docs/cluster.md",
+    "hydra.runn.dir=x": "--cfg hydra",
+    "dry_run=true": "hydra.launcher.dry_run=true",
+}
+
+
+@pytest.mark.parametrize("word", LAUNCHERS)
+def test_an_option_of_a_launcher_is_told_where_it_belongs(word: str) -> None:
+    assert word.partition("=")[0] in (said := refusal([word])) and LAUNCHERS[word] in said

@@ -1,0 +1,119 @@
+"""What a packed checkpoint says beside its bytes: values decide whether that changes the weights, not keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qerl_bench.quant.packed_config import config_entry, packing_of
+from qerl_core.checks import ConfigError
+from qerl_core.options.names import option
+
+PACKED = ("nvfp4", "mxfp4", "fp8", "int8", "int4")
+
+
+def entry_of(name: str) -> dict[str, Any]:
+    """What an export of the format says."""
+    return json.loads(json.dumps(config_entry(option("quant", name), ["lm_head"], "bfloat16")))
+
+
+def packing(folder: Path, name: str, entry: dict[str, Any]) -> Any:
+    (folder / "config.json").write_text(json.dumps({"quantization_config": entry}))
+    return packing_of(folder, option("quant", name))
+
+
+def weights_of(entry: dict[str, Any]) -> dict[str, Any]:
+    weights: dict[str, Any] = entry["config_groups"]["group_0"]["weights"]
+    return weights
+
+
+# --- checkpoints of GPTQ: https://github.com/neuralmagic/nm-vllm/issues/405 and ---------------------------------------
+# https://github.com/vllm-project/llm-compressor/issues/1815
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("order", ["static", "weight", "STATIC", False, None])
+def test_the_order_in_which_codes_were_chosen_changes_no_weight(tmp_path: Path, name: str, order: object) -> None:
+    plain, entry = packing(tmp_path, name, entry_of(name)), entry_of(name)
+    weights_of(entry)["actorder"] = order
+    assert packing(tmp_path, name, entry) == plain
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("order", ["group", "dynamic", True])
+def test_an_order_that_needs_an_index_is_refused(tmp_path: Path, name: str, order: object) -> None:
+    entry = entry_of(name)
+    weights_of(entry)["actorder"] = order
+    with pytest.raises(ConfigError, match=rf"actorder={order}.*give the unquantized model"):
+        packing(tmp_path, name, entry)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_a_group_of_all_weights_is_a_row(tmp_path: Path, name: str) -> None:
+    plain = packing(tmp_path, name, entry_of(name))
+    for said in ({"strategy": "channel", "group_size": -1}, {"strategy": None, "group_size": -1}):
+        entry = entry_of(name)
+        weights_of(entry).update(said)
+        assert packing(tmp_path, name, entry) == plain
+    for said in ({"strategy": None, "group_size": None}, {"strategy": "channel", "group_size": 64}):
+        entry = entry_of(name)
+        weights_of(entry).update(said)
+        with pytest.raises(ConfigError, match=r"strategy=tensor|group_size=64"):
+            packing(tmp_path, name, entry)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_entries_that_ask_for_nothing_are_passed_over_and_others_named(tmp_path: Path, name: str) -> None:
+    plain, entry = packing(tmp_path, name, entry_of(name)), entry_of(name)
+    dense = {"sparsity_config": {"format": "dense"}, "transform_config": {"config_groups": {}}}
+    assert packing(tmp_path, name, entry | dense) == plain
+    for key, value in {
+        "sparsity_config": {"format": "sparse-24-bitmask"},
+        "transform_config": {"config_groups": {"R1": {"type": "hadamard"}}},
+    }.items():
+        with pytest.raises(ConfigError, match=rf"{key}=.*give the unquantized model"):
+            packing(tmp_path, name, entry | {key: value})
+
+
+# --- advice in a circle: W4AFP8 of llm-compressor ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_codes_of_four_bits_in_bytes_are_refused_at_once(tmp_path: Path, name: str) -> None:
+    entry = entry_of("int4")
+    entry["format"] = entry["config_groups"]["group_0"]["format"] = "int-quantized"
+    with pytest.raises(ConfigError, match=r"num_bits=4.*give the unquantized model") as caught:
+        packing(tmp_path, name, entry)
+    assert "use quant" not in str(caught.value)
+
+
+# --- scales that bitsandbytes keeps in the order of its CPU kernel, and saves so --------------------------------------
+
+
+def test_transposed_scales_of_nf4_are_refused_with_their_cause(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    from safetensors.torch import save_file
+
+    from qerl_bench.quant.checkpoint import CheckpointReader
+    from qerl_bench.quant.nf4_checkpoint import STATE, read_nf4
+
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [8, 128]}
+    tensors = {
+        "layer.weight": torch.arange(8 * 64, dtype=torch.uint8).view(-1, 1),
+        f"layer.weight{STATE}": torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8),
+    }
+    scales = torch.linspace(0.5, 1.5, 16)
+
+    def read(absmax: torch.Tensor) -> dict[str, torch.Tensor]:
+        save_file(tensors | {"layer.weight.absmax": absmax}, tmp_path / "model.safetensors")
+        return read_nf4(CheckpointReader(tmp_path, "cpu"), "layer", (8, 128), option("quant", "nf4"))
+
+    assert torch.equal(read(scales)["absmax"], scales)
+    with pytest.raises(ConfigError, match=r"absmax has the shape \(2, 8\).*CPU.*before.*it generates"):
+        read(scales.view(8, 2).T.contiguous().bfloat16())
+    with pytest.raises(ConfigError, match=r"different models"):
+        read(scales[:8])
