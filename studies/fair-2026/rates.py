@@ -26,6 +26,7 @@ from rates_contrasts import (
     PAIRS,
     RATES,
     Contrast,
+    Table,
     Weights,
     at_other_rates,
     by_chance,
@@ -94,7 +95,7 @@ class Size(NamedTuple):
     answers of older references on the same questions, (n,).
     """
 
-    rows: pd.DataFrame
+    rows: Table
     left_out: Sequence[str]
     older: np.ndarray
 
@@ -213,7 +214,7 @@ def table_of(found: Mapping[str, Contrast]) -> str:
     return markdown_table(["contrast", "difference", "p", "p (Holm)", "word"], lines)
 
 
-def levels(rows: pd.DataFrame, shares: Mapping[str, str]) -> str:
+def levels(rows: Table, shares: Mapping[str, str]) -> str:
     """Means over copies of each arm and rate."""
     lines = []
     for arm, of in rows.groupby("arm", sort=False):
@@ -222,7 +223,7 @@ def levels(rows: pd.DataFrame, shares: Mapping[str, str]) -> str:
     return markdown_table(["arm", "copies", *shares.values(), "entropy, nats", "collapsed"], lines)
 
 
-def gap(rows: pd.DataFrame, weights: Weights) -> list[str]:
+def gap(rows: Table, weights: Weights) -> list[str]:
     late, greedy, entropy = (effect(rows, weights, name) for name in ("late", "greedy", "entropy"))
     return [named(weights), points(late, 2, True), points(greedy, 2, True), times(entropy)]
 

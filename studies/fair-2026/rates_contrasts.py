@@ -15,10 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from qerl_core.statistics import Estimate, holm, mean_ci
 
@@ -27,6 +26,7 @@ RATES = ("2e-4", "4e-4")  # of which one is an arm's own best
 PAIRS = (("four-six", "bf16"), ("nvfp4", "bf16"), ("four-six", "nvfp4"))  # the first two are primary
 COPIES, LEVEL, MARGIN = 8, 0.05, 0.01
 
+Table = Any  # a DataFrame, of whose columns its types know nothing
 Weights = Mapping[str, float]  # by arm
 Asked = Mapping[str, tuple[Weights, str]]  # weights and the measure, by the name of the contrast
 
@@ -36,7 +36,7 @@ def kind_of(arm: str) -> str:
     return arm[: -len("-2e-4")]
 
 
-def effect(rows: pd.DataFrame, weights: Weights, measure: str = "late") -> Estimate:
+def effect(rows: Table, weights: Weights, measure: str = "late") -> Estimate:
     """The weighted sum of arms, by least squares with arm (and rate) and session as fixed effects.
 
     The error has the residual's degrees of freedom, and is NaN if there are none. `n` is the number of copies.
@@ -63,7 +63,7 @@ class Contrast(NamedTuple):
     word: str
 
 
-def tested(rows: pd.DataFrame, asked: Asked) -> dict[str, Contrast]:
+def tested(rows: Table, asked: Asked) -> dict[str, Contrast]:
     """The contrasts of one table, by name."""
     found = {name: effect(rows, *one) for name, one in asked.items()}
     trained = [all(has_trained(rows, arm) for arm in weights) for weights, _ in asked.values()]
@@ -85,35 +85,35 @@ def word_of(found: Estimate, p: float, trained: bool = True) -> str:
     return "no difference beyond the margin" if within else "not decided"
 
 
-def has_trained(rows: pd.DataFrame, arm: str) -> bool:
+def has_trained(rows: Table, arm: str) -> bool:
     of = rows[rows["arm"] == arm]
     return bool(of["last"].mean() > of["first"].mean())
 
 
-def rewards(rows: pd.DataFrame, kind: str) -> np.ndarray:
+def rewards(rows: Table, kind: str) -> np.ndarray:
     """In the last steps, at each rate: (rates, copies)."""
     return np.array([rows[rows["arm"] == f"{kind}-{rate}"].sort_values("copy")["last"] for rate in RATES])
 
 
-def own_best(rows: pd.DataFrame, kind: str) -> str:
+def own_best(rows: Table, kind: str) -> str:
     """The arm of this kind at the rate with the higher reward; of equals the lower."""
     lower, higher = rewards(rows, kind).mean(axis=1)
     return f"{kind}-{RATES[int(higher > lower)]}"
 
 
-def by_chance(rows: pd.DataFrame, kind: str) -> bool:
+def by_chance(rows: Table, kind: str) -> bool:
     """Whether the rewards of its two rates differ by less than the standard error of their difference."""
     found = mean_ci(rewards(rows, kind)[1] - rewards(rows, kind)[0])
     return abs(found.value) < found.stderr
 
 
-def primary(rows: pd.DataFrame) -> Asked:
+def primary(rows: Table) -> Asked:
     pairs = [minus(*(own_best(rows, kind) for kind in pair)) for pair in PAIRS[:2]]
     rate = minus("nvfp4-4e-4", "bf16-4e-4") | minus("bf16-2e-4", "nvfp4-2e-4")
     return {named(one): (one, "late") for one in pairs} | {"(nvfp4 - bf16) at 4e-4 - the same at 2e-4": (rate, "late")}
 
 
-def costs(rows: pd.DataFrame) -> Asked:
+def costs(rows: Table) -> Asked:
     """The second table."""
     nvfp4, bf16 = (own_best(rows, kind) for kind in PAIRS[1])
     return {
@@ -122,7 +122,7 @@ def costs(rows: pd.DataFrame) -> Asked:
     }
 
 
-def at_other_rates(rows: pd.DataFrame) -> list[Weights]:
+def at_other_rates(rows: Table) -> list[Weights]:
     """The primary contrasts at rates that may have been best by chance, without those of `primary`."""
     arms = {
         kind: [f"{kind}-{rate}" for rate in RATES] if by_chance(rows, kind) else [own_best(rows, kind)]
@@ -132,7 +132,7 @@ def at_other_rates(rows: pd.DataFrame) -> list[Weights]:
     return [one for one in found if named(one) not in primary(rows)]
 
 
-def minus(treated: str, control: str) -> Weights:
+def minus(treated: str, control: str) -> dict[str, float]:
     return {treated: 1.0, control: -1.0}
 
 

@@ -38,7 +38,7 @@ def table(
     error: float = RUN,
     shift: float = 0.0,
     rewards: Mapping[str, float] | None = None,
-) -> pd.DataFrame:
+) -> Any:
     """Runs of all arms on a copy for each of `sessions`; the reward of an arm is 0.3, then 0.5 if `rewards` has no
     other.
     """
@@ -56,7 +56,7 @@ def table(
     return pd.DataFrame(rows)
 
 
-def first_two(rows: pd.DataFrame) -> list[Any]:
+def first_two(rows: Any) -> list[Any]:
     return [*FOUND.tested(rows, FOUND.primary(rows)).values()][:2]
 
 
@@ -206,7 +206,7 @@ def test_rates_that_may_be_best_by_chance_are_both_shown() -> None:
 # --- page ------------------------------------------------------------------------------------------------------------
 
 
-def page(rows: pd.DataFrame, left_out: Sequence[str] = (), ended: bool = False) -> str:
+def page(rows: Any, left_out: Sequence[str] = (), ended: bool = False) -> str:
     return PAGE.words_page({"0.5B": PAGE.Size(rows, left_out, np.linspace(0.58, 0.62, 16))}, ended)
 
 
