@@ -88,13 +88,13 @@ def test_a_study_of_two_copies_keeps_every_answer_and_trains_all_arms_on_the_sam
 def test_a_probe_that_is_stopped_again_and_again_has_the_numbers_of_one_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each attempt gets four parts further. Nothing is asked twice, and the tables so far are on a page."""
+    """Each attempt gets six parts further. Nothing is asked twice, and the tables so far are on a page."""
     write(tmp_path / "two-layers.gguf", model_of("qwen2"), "Q4_1")
     monkeypatch.chdir(tmp_path)
     words = [
-        *("probe", "experiment=smoke", "model=two-layers.gguf", "task=arithmetic", "task.max_completion_tokens=6"),
+        *("probe", "experiment=smoke", "model=two-layers.gguf", "task=word_problems", "task.max_completion_tokens=6"),
         *("rollout.group_size=2", "formats=bf16,nvfp4", "questions=2", "samples=2", "answer_formats=tags,boxed"),
-        *("temperatures=0,1", "sigmas=0.5", "rise=0"),
+        *("temperatures=0,1", "sigmas=0.5", "rise=0", "contamination=2"),
     ]
     asked: list[str] = []
     kept, ask = parts.write_atomically, parts.asked_at
@@ -115,7 +115,7 @@ def test_a_probe_that_is_stopped_again_and_again_has_the_numbers_of_one_left_alo
 
     attempts, pages, ended = 0, [], False
     while not ended:
-        monkeypatch.setattr(parts, "write_atomically", stopping(4))
+        monkeypatch.setattr(parts, "write_atomically", stopping(6))
         attempts += 1
         capsys.readouterr()
         try:
@@ -125,12 +125,18 @@ def test_a_probe_that_is_stopped_again_and_again_has_the_numbers_of_one_left_alo
             assert end.code == 130
             (folder,) = (tmp_path / "stopped").glob("parts-*")
             page = (folder / "probe.md").relative_to(tmp_path)
-            said = f"stopped; {4 * attempts} parts are saved, tables so far in {page}, and the same command goes on"
+            said = f"stopped; {6 * attempts} parts are saved, tables so far in {page}, and the same command goes on"
             assert whole(capsys.readouterr().err).endswith(f"{said} behind them\n")
             pages.append((folder / "probe.md").read_text())
     assert attempts > 3 and len(asked) == 2 * (2 + 2 * 2)
     heads = [page.count("\n## ") for page in pages]
-    assert heads[0] == 1 and "| tags |" in pages[0] and "| nvfp4 | 0 |" in pages[-1] and "so far" in pages[-1]
+    assert (
+        heads[0] == 2
+        and "| tags |" in pages[0]
+        and "| test part | 2 |" in pages[0]
+        and "| nvfp4 | 0 |" in pages[-1]
+        and "so far" in pages[-1]
+    )
 
     def numbers(name: str) -> dict[str, Any]:
         record = json.loads((tmp_path / name / "probe.json").read_text())
@@ -150,6 +156,7 @@ def test_a_probe_that_is_stopped_again_and_again_has_the_numbers_of_one_left_alo
         (["gates", "study.yaml", "words=model.dither=3"], "words has model.dither=3"),
         (["probe", "model=hub", "model.id=missing.gguf", "task=arithmetic"], "missing.gguf: there is no such file"),
         (["probe", "model=tiny", "task=arithmetic", "sample=3"], "sample"),
+        (["probe", "model=tiny", "task=arithmetic", "contamination=1"], "contamination must be 0 or at least 2"),
         (["probe", "model=tiny", "formats=nvfp5"], "quant=nvfp5"),
         (["probe", "model=tiny", "formats=bf16,nvfp4,bf16"], "formats=bf16,nvfp4,bf16 names one twice"),
     ],

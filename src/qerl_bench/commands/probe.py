@@ -6,10 +6,11 @@
 Words with other keys are options of a run. The answer formats are compared on greedy answers in the first weight
 format; all else is asked in the best of them, unless the words set task.answer_format. Temperatures below 1 have top-p
 0.95. Noise is measured where the run's `noise` options put it: a curve over `sigmas`, and the sigma that raises the
-entropy by `rise` (0: none). Prints tables and a recommendation, and writes probe.html, a page of these with some
-answers, probe.md, probe.json and answers.parquet, a row for each answer. While it goes on parts-KEY/probe.md has the
-tables so far, and the same command goes on behind a stop or kill. Weight formats that cannot run here are left out,
-with a line.
+entropy by `rise` (0: none). With `contamination=N` the first weight format completes N questions of each part of the
+task, which shows whether it knows them by heart. Prints tables and a recommendation, and writes probe.html, a page of
+these with some answers, probe.md, probe.json and answers.parquet, a row for each answer. While it goes on
+parts-KEY/probe.md has the tables so far, and the same command goes on behind a stop or kill. Weight formats that cannot
+run here are left out, with a line.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def parser() -> KeyValueParser:
         ("questions", 256, "how many to ask (default: 256)"),
         ("samples", 8, "answers to each, one at temperature 0 (default: 8)"),
         ("texts", 64, "questions of which answers.parquet has the texts (default: 64)"),
+        ("contamination", 0, "questions of each part to complete from their beginnings (default: none)"),
     ):
         found.add_argument(f"--{name}", type=int, default=default, help=told_of)
     found.add_argument(
@@ -127,7 +129,8 @@ def check(options: Any, words: Sequence[str]) -> None:
         "a probe looks at a model: give one, model=ORG/NAME, a folder, or a GGUF file, and a task",
     )
     check_fields(options, "", questions=count(2), samples=count(2), texts=count(0), rise=number(0, 1))
-    check_fields(options, "", split=one_of("train", "held_out"))
+    check_fields(options, "", split=one_of("train", "held_out"), contamination=count(0))
+    require(options.contamination != 1, "contamination must be 0 or at least 2 questions of each part, got 1")
     for sigma in options.sigmas:
         number(above=0)("each of sigmas", sigma)
     require(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -20,6 +20,7 @@ from qerl_bench.model.gguf.convert import record_of, told
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.probe.answers import Asked, numbers, table
+from qerl_bench.probe.contamination import contamination, questions
 from qerl_bench.probe.measure import Reference, Wanted, answers_of, measure
 from qerl_bench.probe.parts import Parts, kept_answers
 from qerl_bench.probe.rise import sigma_of_rise
@@ -67,7 +68,9 @@ def probe(
     if (origin := record_of(base)) and (rounded := told(origin)):
         log.info(rounded)
     digest = digest_of(first.model, base)
-    parts = Parts(out, repr((experiments, asked_for(options), chosen, digest, wanted(options).prompts_of(first))))
+    completed = questions(first.task, options.contamination)
+    asked = experiments, asked_for(options), chosen, digest, wanted(options).prompts_of(first), completed
+    parts = Parts(out, repr(asked))
     with note_at_stop(parts.in_words):
         probing = Probing(experiments, options, chosen, base, device, parts)
         record = {
@@ -81,7 +84,7 @@ def probe(
             "started": parts("started", now),
             "environment": {key: value for key, value in environment(device).items() if key not in UNTOLD},
         }
-        rows = probing.fill(record)
+        rows = probing.fill(record, completed)
     return record | {"ended": now()}, rows, parts
 
 
@@ -103,13 +106,19 @@ class Probing:
         self.best: str | None = getattr(self.first.task, "answer_format", None)
         self.reference = Reference()
 
-    def fill(self, record: dict[str, Any]) -> pa.Table:
-        """Complete `record`, and write the page of what is known after each part. Returns all answers."""
+    def fill(self, record: dict[str, Any], completed: Mapping[str, Sequence[str]]) -> pa.Table:
+        """Complete `record`, and write the page of what is known after each part. Returns all answers.
+
+        `completed` are questions that the first format is to complete.
+        """
         record |= {"answer_format": self.best, "answer_formats": {}, "formats": {}}
         tables: list[pa.Table] = []
         for quant, experiment in self.experiments.items():
             known = self.parts.has(f"{quant} {WHOLE}")
             with nullcontext((None, None)) if known else self.loaded(quant, experiment) as (policy, engine):
+                if experiment is self.first and completed:
+                    record["contamination"] = contamination(self.parts, completed, policy, engine)
+                    self.tell(record)
                 if experiment is self.first and isinstance(experiment.task, PromptTask):
                     tables += self.in_answer_formats(record, engine)
                 one = in_answer_format(experiment, self.best)

@@ -5,10 +5,10 @@ Intervals are 95 % and over questions: they hold for this model, whose weights w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qerl_core.statistics import Estimate, paired_difference
+from qerl_core.statistics import Estimate, clopper_pearson, mean_ci, paired_difference
 from qerl_studies.probes.numbers import accuracy, of_scale, pass_at, signal
 from qerl_studies.tables.markdown import markdown_table
 
@@ -51,6 +51,8 @@ def tables(record: Mapping[str, Any]) -> dict[str, list[Table]]:
         found["Weight formats"] = [accuracies(record), *([sizes(whole)] if whole else [])]
     if any(one["curve"] for one in whole.values()):
         found["Noise"] = [noise(whole)]
+    if record.get("contamination"):
+        found["Questions completed from their beginnings"] = [contamination(record["contamination"])]
     return found
 
 
@@ -125,6 +127,21 @@ def interval(estimate: Estimate, form: str = "+.1f") -> str:
     """A percentage with its interval, if more than one question, or unit, tells of an error."""
     value, low, high = (format(100 * one, form) for one in (estimate.value, estimate.low, estimate.high))
     return value if estimate.known_stderr is None else f"{value} [{low}, {high}]"
+def contamination(found: Mapping[str, Sequence[Mapping[str, int]]]) -> Table:
+    """A row for each kind of questions: how many were completed to their end, and how much of the ends."""
+    lines = []
+    for kind, each in found.items():
+        low, high = clopper_pearson(whole := sum(one["first"] == one["left"] for one in each), len(each))
+        first, common = (mean_ci([one[part] / one["left"] for one in each]) for part in ("first", "common"))
+        left = sum(one["left"] for one in each) / len(each)
+        shares = [f"{100 * one.value:.1f} [{100 * one.low:.1f}, {100 * one.high:.1f}]" for one in (first, common)]
+        to_end = f"{100 * whole / len(each):.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+        lines.append([kind, f"{len(each)}", f"{left:.0f}", to_end, *shares])
+    return ["questions", "number", "tokens left out", "completed to the end", "right up to there", "ROUGE-L"], lines
+
+
+def interval(estimate: Estimate) -> str:
+    return f"{100 * estimate.value:+.1f} [{100 * estimate.low:+.1f}, {100 * estimate.high:+.1f}]"
 
 
 def _shares(found: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,246 @@
+"""The page of part 2 of the fair test, as rates/protocol.md says it, written before its data.
+
+    python studies/fair-2026/rates.py
+    python studies/fair-2026/rates.py ended=true   # no run will follow: fewer copies are read, and decide nothing
+
+Reads rates/data/DESIGN/SESSION, what `qerl-bench study ... out=` packed, and writes rates/results/words.md.
+
+Where the protocol is silent, beside what rates_contrasts.py says:
+- A session is a folder of data. All runs in it must be of one kind of card, and all runs of a copy and design in one.
+- A copy is whole by design: without all of its third rate it is left out of 6e-4 alone.
+- Older references were trained at 2e-4, so the sensitivity analysis compares at 2e-4, by Welch's t test.
+- Collapses are counted by two of the harness's three signs; the third, garbled completions, is not packed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from rates_contrasts import (
+    PAIRS,
+    RATES,
+    Contrast,
+    Table,
+    Weights,
+    at_other_rates,
+    by_chance,
+    costs,
+    effect,
+    kind_of,
+    minus,
+    named,
+    own_best,
+    primary,
+    rewards,
+    tested,
+)
+from scipy import stats
+
+from qerl_bench.train.collapse import collapse
+from qerl_core.checks import require
+from qerl_core.exits import guarded
+from qerl_core.options import user_options
+from qerl_core.process.arguments import KeyValueParser
+from qerl_core.rundir.durable import write_atomically
+from qerl_core.statistics import mean_ci
+from qerl_studies.design.design import read_design
+from qerl_studies.design.sessions import read_sessions, read_study
+from qerl_studies.report.probe_page import points, times
+from qerl_studies.runs.load import Run
+from qerl_studies.tables.markdown import markdown_table
+
+STUDY = Path(__file__).resolve().parent
+HERE = STUDY / "rates"
+DESIGNS = {"0.5B": ("05b",), "1.5B": ("15b", "15b-high")}
+OLDER = {"0.5B": ("05b", "05b-more"), "1.5B": ("15b", "15b-again")}  # of ../real-2026, whose bf16 had 2e-4
+FORMATS = {"bf16": "bf16", "nvfp4": "nvfp4", "four-six": "nvfp4+four-six"}  # of each arm
+THIRD = "6e-4"
+LATE, FIRST, LAST = (32, 36, 40), 4, 8  # evaluations, steps of reward
+VOCABULARY = 151_665  # tokens of Qwen2.5
+REFERENCE = "bf16-2e-4"  # that older studies have too
+ASKED = {f"{mode} in {form}": (mode, form) for mode in ("sampled", "greedy") for form in FORMATS.values()}
+TRAINED = ("reward/mean", "entropy", "accuracy", "entropy_clean")  # series of training
+SHARES = {"first": "reward, first 4", "last": "reward, last 8", "late": "late", "greedy": "greedy, at the end"}
+SENTENCES = {
+    "lower": "NVFP4 ends lower even where its codes are chosen better and each arm has its own rate",
+    "not decided": "the old headline is neither confirmed nor refuted for this model",
+    "not tested": "nothing, since an arm did not train",
+}
+FALLS = "the old headline was of nearest rounding and one rate, and falls for this model"
+SENTENCES |= dict.fromkeys(("higher", "no difference beyond the margin"), FALLS)
+OLDER_HEADS = ("contrast", "least squares", "with older references")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = KeyValueParser(__doc__)
+    parser.add_argument("--ended", action="store_true", help="read fewer than eight copies: no run will follow")
+    options = parser.parse_args(arguments)
+    page = words_page({size: read_size(size, HERE / "data") for size in DESIGNS}, options.ended)
+    (HERE / "results").mkdir(exist_ok=True)
+    write_atomically(HERE / "results" / "words.md", page)
+    print(HERE / "results" / "words.md")
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+class Size(NamedTuple):
+    """The runs of a model: `rows` as `read_size` makes them, copies that are not whole, and the late shares of right
+    answers of older references on the same questions, (n,).
+    """
+
+    rows: Table
+    left_out: Sequence[str]
+    older: np.ndarray
+
+
+def read_size(size: str, data: Path) -> Size:
+    """A row for each run of a whole copy: arm (with its rate), copy, session, and what `numbers_of` gives.
+
+    Raises ConfigError as `read_sessions`, or if a session has several cards, or a copy of a design several sessions.
+    """
+    rows, left_out, questions = [], [], pd.Index([])
+    user_options.use([STUDY / "conf"])
+    for name in DESIGNS[size]:
+        design = read_design(HERE / name / "study.yaml", user_options.search_path([STUDY / "conf"]))
+        runs = read_sessions(design, sorted(path.parent for path in (data / name).glob("*/study.yaml"))).runs
+        homes = {(copy, run.path.parent.name) for (_, copy, _), run in runs.items()}
+        cards = {(run.path.parent.name, run.device) for run in runs.values()}
+        for what, pairs in (("a copy in several sessions", homes), ("a session of several cards", cards)):
+            require(len(pairs) == len(dict(pairs)), f"{name} has {what}: {sorted(pairs)}; leave one out")
+        made = Counter(copy for _, copy, _ in runs)
+        left_out += [f"{copy} of {name}" for copy in design.bases if made[copy] < len(design.arms)]
+        for (arm, copy, _), run in runs.items():
+            if made[copy] == len(design.arms):
+                rows.append({"arm": arm, "copy": copy, "session": run.path.parent.name} | numbers_of(arm, run))
+                questions = run.answers("sampled", "lenient").index
+    return Size(pd.DataFrame(rows), left_out, older_references(size, questions) if rows else np.array([]))
+
+
+def numbers_of(arm: str, run: Run) -> dict[str, float]:
+    """What is compared of a run: answers and rewards as shares, the logarithm of entropy in nats."""
+    own = FORMATS[kind_of(arm)]
+    asked = {
+        name: at(run, f"eval/{'' if form == own else f'in/{form}/'}lenient_{mode}", LATE[-1])
+        for name, (mode, form) in ASKED.items()
+    }
+    series = {name: run.series("train", name) for name in TRAINED}
+    lacking = [name for name, values in series.items() if len(values) != LATE[-1]]
+    require(not lacking, f"{run.name} has not {LATE[-1]} steps of {', '.join(lacking)}: leave its copy out")
+    train = pd.DataFrame(series)
+    steps: Any = train.assign(kind="train").to_dict("records")
+    return asked | {
+        "late": float(np.mean([at(run, "eval/lenient_sampled", step) for step in LATE])),
+        "greedy": asked[f"greedy in {own}"],
+        "answering": asked["sampled in bf16"] - asked[f"sampled in {own}"],
+        "first": float(train["reward/mean"].iloc[:FIRST].mean()),
+        "last": float(train["reward/mean"].iloc[-LAST:].mean()),
+        "entropy": math.log(train["entropy"].iloc[-LAST:].mean()),
+        "collapsed": float(collapse(steps, math.log(VOCABULARY)) is not None),
+    }
+
+
+def at(run: Run, metric: str, step: int) -> float:
+    values = run.series("eval", metric)
+    require(step in values.index, f"{run.name} has no {metric} after step {step}: leave its copy out")
+    return float(values.loc[step])
+
+
+def older_references(size: str, questions: pd.Index) -> np.ndarray:
+    """Late shares of right answers to `questions` of the references that earlier studies trained at 2e-4."""
+    runs = [run for name in OLDER[size] for run in read_study(STUDY.parent / "real-2026" / name).of_arm("bf16")]
+    return np.array([run.answers("sampled", "lenient").loc[questions, [*LATE]].to_numpy().mean() for run in runs])
+
+
+# --- words.md --------------------------------------------------------------------------------------------------------
+
+
+def words_page(sizes: Mapping[str, Size], ended: bool = False) -> str:
+    parts = [
+        "# Each arm at its own best rate: the protocol's words",
+        "Right answers are those whose last number is right, per cent, and differences points. *Late* is the mean of "
+        "steps 32, 36 and 40 at temperature 0.6. Brackets are 95 % intervals.",
+    ]
+    for size, read in sizes.items():
+        whole = len(read.rows) and (read.rows["arm"] == REFERENCE).sum()
+        few = (read.left_out and not ended) or whole < 2
+        parts += [f"## {size}, {whole} copies", f"Not whole, so not read: {', '.join(read.left_out) or 'none'}."]
+        parts += ["No contrast is computed before all copies are whole."] if few else words_of(read)
+    return "\n\n".join(parts) + "\n"
+
+
+def words_of(read: Size) -> list[str]:
+    """What one size says."""
+    rows, first = read.rows, tested(read.rows, primary(read.rows))
+    chance = ", ".join(kind for kind in FORMATS if by_chance(rows, kind)) or "of no arm"
+    best = [[kind, *map(per_cent, rewards(rows, kind)), own_best(rows, kind)] for kind in FORMATS]
+    pairs = [minus(f"{one}-{rate}", f"{two}-{rate}") for rate in (*RATES, THIRD) for one, two in PAIRS]
+    pairs = [one for one in [*pairs, minus(*(own_best(rows, kind) for kind in PAIRS[2]))] if {*one} <= {*rows["arm"]}]
+    other = [[named(one), points(effect(rows, one), 2, True)] for one in at_other_rates(rows)]
+    return [
+        "### Reward in the last eight steps, and each arm's own best rate",
+        markdown_table(["arm", *RATES, "own best"], best),
+        f"Two rates that differ by less than the error of their difference: {chance}.",
+        "### The primary contrasts",
+        table_of(first),
+        f"Of this model the page says: {SENTENCES[next(iter(first.values())).word]}.",
+        "### What answering and learning cost",
+        table_of(tested(rows, costs(rows))),
+        "### The primary contrasts at such rates, without words",
+        markdown_table(["contrast", "late"], other) if other else "None.",
+        "### Each arm and rate, without words",
+        levels(rows, SHARES),
+        "### The same policies in each format, after the last step, without words",
+        levels(rows, {name: name for name in ASKED}),
+        "### Differences, without words",
+        markdown_table(["contrast", "late", "greedy", "entropy"], [gap(rows, one) for one in pairs]),
+        "### Older references, without words",
+        f"Both arms at 2e-4; Welch's t test with {len(read.older)} more runs of `bf16`, on the same questions.",
+        markdown_table(OLDER_HEADS, [with_older(read, pair[0]) for pair in PAIRS[:2]]),
+    ]
+
+
+def table_of(found: Mapping[str, Contrast]) -> str:
+    lines = [
+        [name, points(one.found, 2, True), *(f"{p:.4f}" for p in (one.p, one.adjusted)), f"**{one.word}**"]
+        for name, one in found.items()
+    ]
+    return markdown_table(["contrast", "difference", "p", "p (Holm)", "word"], lines)
+
+
+def levels(rows: Table, shares: Mapping[str, str]) -> str:
+    """Means over copies of each arm and rate."""
+    lines = []
+    for arm, of in rows.groupby("arm", sort=False):
+        entropy, collapsed = f"{math.exp(of['entropy'].mean()):.3f}", f"{of['collapsed'].sum():.0f}"
+        lines.append([arm, f"{len(of)}", *(per_cent(of[name]) for name in shares), entropy, collapsed])
+    return markdown_table(["arm", "copies", *shares.values(), "entropy, nats", "collapsed"], lines)
+
+
+def gap(rows: Table, weights: Weights) -> list[str]:
+    late, greedy, entropy = (effect(rows, weights, name) for name in ("late", "greedy", "entropy"))
+    return [named(weights), points(late, 2, True), points(greedy, 2, True), times(entropy)]
+
+
+def with_older(read: Size, kind: str) -> list[str]:
+    """An arm minus the reference at 2e-4, by both analyses."""
+    weights = minus(f"{kind}-2e-4", REFERENCE)
+    here, there = (read.rows[read.rows["arm"] == arm]["late"].to_numpy() for arm in weights)
+    found: Any = stats.ttest_ind(here, pooled := [*there, *read.older], equal_var=False)
+    ends = ", ".join(f"{100 * end:+.2f}" for end in found.confidence_interval())
+    both = f"{100 * (here.mean() - np.mean(pooled)):+.2f} [{ends}]"
+    return [named(weights), points(effect(read.rows, weights), 2, True), both]
+
+
+def per_cent(values: np.ndarray) -> str:
+    return points(mean_ci(values), 2)
+
+
+if __name__ == "__main__":
+    guarded(main)
