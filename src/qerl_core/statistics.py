@@ -143,11 +143,6 @@ class Estimate:
         return high
 
 
-def with_error(value: float, stderr: float | None, form: str = ".3f") -> str:
-    """A number and its standard error, if it has one."""
-    return format(value, form) + ("" if stderr is None else f" +- {format(stderr, form.lstrip('+'))}")
-
-
 def t_quantile(probability: float, df: float) -> float:
     """Quantile of Student's t."""
     from scipy import stats

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_bench.config import compose, spec
+from qerl_bench.eval.base import with_error
 from qerl_bench.task.base import Task, held_out
 from qerl_bench.task.datafile import read_rows
 from qerl_bench.task.dataset import DatasetTask
@@ -27,7 +28,7 @@ from qerl_core.metrics.compute import mean
 from qerl_core.process.arguments import split_words
 from qerl_core.records import Prompt
 from qerl_core.rundir.durable import write_atomically
-from qerl_core.statistics import over_samples, with_error
+from qerl_core.statistics import over_samples
 
 USAGE = "usage: qerl-bench score task=gsm8k [task.<key>=...] completions=FILE.jsonl out=DIR"
 

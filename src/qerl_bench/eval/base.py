@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.task.base import Task
-from qerl_core.statistics import Estimate, with_error
+from qerl_core.statistics import Estimate
 
 if TYPE_CHECKING:
     from qerl_bench.engine.base import RolloutEngine
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from qerl_core.rundir.run_dir import RunDir
 
 DETAILS = ("stderr", "stderr_questions", "stderr_sampling", "truncated", "format_failed")
+
+
+def with_error(value: float, stderr: float | None, form: str = ".3f") -> str:
+    """A number and its standard error, if it has one."""
+    return format(value, form) + ("" if stderr is None else f" +- {format(stderr, form.lstrip('+'))}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from qerl_bench.eval.base import Evaluator
+from qerl_bench.eval.base import Evaluator, with_error
 from qerl_bench.eval.paired import read_samples
 from qerl_bench.eval.task import TaskEvaluation, by_question, has_lenient
 from qerl_bench.logger.base import MetricsMirror
 from qerl_bench.task.base import Task
 from qerl_core.rundir.checkpoints import checkpoints, step_of
 from qerl_core.rundir.run_dir import RunDir
-from qerl_core.statistics import over_samples, with_error
+from qerl_core.statistics import over_samples
 
 log = logging.getLogger(__name__)
 POINTS = 5  # of a curve, about, if eval.every leaves it open

@@ -6,12 +6,13 @@ from contextlib import closing
 from typing import Any
 
 from qerl_bench.dose import kl_to
+from qerl_bench.eval.base import with_error
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.policy import Policy
 from qerl_bench.probe.answers import asked_at
 from qerl_core.process.progress import phase
 from qerl_core.records import Rollout
-from qerl_core.statistics import over_samples, paired_difference, with_error
+from qerl_core.statistics import over_samples, paired_difference
 
 DRAW = "merging"  # the random numbers of all answers
 

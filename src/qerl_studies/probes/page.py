@@ -123,10 +123,6 @@ def noise(formats: Mapping[str, Any]) -> Table:
     return ["quant", "sigma", "of the median norm scale", "entropy ratio", "KL", "right"], lines
 
 
-def interval(estimate: Estimate, form: str = "+.1f") -> str:
-    """A percentage with its interval, if more than one question, or unit, tells of an error."""
-    value, low, high = (format(100 * one, form) for one in (estimate.value, estimate.low, estimate.high))
-    return value if estimate.known_stderr is None else f"{value} [{low}, {high}]"
 def contamination(found: Mapping[str, Sequence[Mapping[str, int]]]) -> Table:
     """A row for each kind of questions: how many were completed to their end, and how much of the ends."""
     lines = []
@@ -134,14 +130,16 @@ def contamination(found: Mapping[str, Sequence[Mapping[str, int]]]) -> Table:
         low, high = clopper_pearson(whole := sum(one["first"] == one["left"] for one in each), len(each))
         first, common = (mean_ci([one[part] / one["left"] for one in each]) for part in ("first", "common"))
         left = sum(one["left"] for one in each) / len(each)
-        shares = [f"{100 * one.value:.1f} [{100 * one.low:.1f}, {100 * one.high:.1f}]" for one in (first, common)]
+        shares = [interval(one, ".1f") for one in (first, common)]
         to_end = f"{100 * whole / len(each):.1f} [{100 * low:.1f}, {100 * high:.1f}]"
         lines.append([kind, f"{len(each)}", f"{left:.0f}", to_end, *shares])
     return ["questions", "number", "tokens left out", "completed to the end", "right up to there", "ROUGE-L"], lines
 
 
-def interval(estimate: Estimate) -> str:
-    return f"{100 * estimate.value:+.1f} [{100 * estimate.low:+.1f}, {100 * estimate.high:+.1f}]"
+def interval(estimate: Estimate, form: str = "+.1f") -> str:
+    """A percentage with its interval, if more than one question, or unit, tells of an error."""
+    value, low, high = (format(100 * one, form) for one in (estimate.value, estimate.low, estimate.high))
+    return value if estimate.known_stderr is None else f"{value} [{low}, {high}]"
 
 
 def _shares(found: Mapping[str, Any]) -> list[str]:
