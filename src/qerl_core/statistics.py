@@ -157,14 +157,6 @@ def t_tail(value: float, df: float) -> float:
     return float(stats.t.sf(value, df))
 
 
-def clopper_pearson(found: int, among: int) -> tuple[float, float]:
-    """The 95 % interval of a share, exact for any number, also where none or all were found."""
-    from scipy import stats
-
-    interval = stats.binomtest(found, among).proportion_ci(CONFIDENCE)
-    return float(interval.low), float(interval.high)
-
-
 # --- accuracies: means over questions --------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from qerl_bench.probe.parts import Parts, anew
 from qerl_bench.task.chat_template import plain_ids
 from qerl_core.checks import ConfigError
 from qerl_core.records import Prompt, Rollout
-from qerl_core.statistics import clopper_pearson
+from qerl_studies.probes.numbers import clopper_pearson
 from qerl_studies.probes.page import tables
 
 TEXTS = ["Ann has 3 pens and buys 4.", "How many legs do 7 cats have?", "Bob eats half of 8 figs."]

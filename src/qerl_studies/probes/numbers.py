@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from scipy.stats import binomtest
 
-from qerl_core.statistics import Estimate, over_samples, pass_at_k
+from qerl_core.statistics import CONFIDENCE, Estimate, over_samples, pass_at_k
 
 MOST_CUT = 0.03  # share of answers
 PARTS = 10  # of a completion, whose entropies are told apart
@@ -64,3 +65,9 @@ def of_scale(measured: Mapping[str, Any], sigma: float) -> str:
 
 def _answers(found: Mapping[str, Any], column: str) -> list[list[float]]:
     return [[1.0] * right + [0.0] * (found["samples"] - right) for right in found[column]]
+
+
+def clopper_pearson(found: int, among: int) -> tuple[float, float]:
+    """The 95 % interval of a share, exact for any number, also where none or all were found."""
+    low, high = binomtest(found, among).proportion_ci(CONFIDENCE)
+    return float(low), float(high)

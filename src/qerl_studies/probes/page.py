@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qerl_core.statistics import Estimate, clopper_pearson, mean_ci, paired_difference
-from qerl_studies.probes.numbers import accuracy, of_scale, pass_at, signal
+from qerl_core.statistics import Estimate, mean_ci, paired_difference
+from qerl_studies.probes.numbers import accuracy, clopper_pearson, of_scale, pass_at, signal
 from qerl_studies.tables.markdown import markdown_table
 
 Table = tuple[list[str], list[list[str]]]  # heads, rows
