@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -67,36 +66,24 @@ def rewritten(folder: Path, change: Callable[[pa.Table], pa.Table]) -> Path:
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_study_says_the_same_whoever_wrote_its_tables(tmp_path: Path, writer: str) -> None:
     ours, theirs = read_study(STUDY), read_study(rewritten(tmp_path / "study", WRITERS[writer]))
-    for name in TABLES:
-        assert parquet.read_schema(tmp_path / "study" / name) != parquet.read_schema(STUDY / name)
     for read, expected in ((theirs.metrics, ours.metrics), (theirs.answers, ours.answers)):
         assert read.keys() == expected.keys() and len(expected) == 9
         for run, table in expected.items():
             pd.testing.assert_frame_equal(read[run], table)
 
 
-def test_a_table_that_lost_values_or_has_others_is_refused_by_column(tmp_path: Path) -> None:
-    def with_column(name: str, values: Any) -> Callable[[pa.Table], pa.Table]:
-        def change(table: pa.Table) -> pa.Table:
-            where = table.column_names.index(name)
-            return table.set_column(where, name, [values(table.num_rows)])
+@pytest.mark.parametrize(("name", "value"), [("run", None), ("step", 0.5)])
+def test_a_table_that_lost_values_or_has_others_is_refused_by_column(tmp_path: Path, name: str, value: object) -> None:
+    def changed(table: pa.Table) -> pa.Table:
+        return table.set_column(table.column_names.index(name), name, [pa.array([value] * len(table))])
 
-        return change
-
-    for number, (name, values) in enumerate(
-        {
-            "run": lambda rows: pa.array([None] * rows, pa.string()),
-            "step": lambda rows: pa.array(np.full(rows, 0.5)),
-        }.items()
-    ):
-        with pytest.raises(ConfigError, match=rf"parquet: {name} .*qerl-bench collect"):
-            read_study(rewritten(tmp_path / str(number), with_column(name, values)))
+    with pytest.raises(ConfigError, match=rf"parquet: {name} .*qerl-bench collect"):
+        read_study(rewritten(tmp_path / "study", changed))
 
 
 NO_TABLE = {
     "empty": b"",
     "a pointer of Git LFS": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n",
-    "a page": b"<!doctype html><html></html>",
     "cut short": (STUDY / "tidy.parquet").read_bytes()[:-40],
 }
 
@@ -127,31 +114,13 @@ def test_private_texts_are_found_in_any_type_of_text_and_no_file_passes_unread(t
 # --- GGUF headers: https://github.com/ollama/ollama/issues/18130 and https://github.com/ggml-org/llama.cpp/issues/24988
 
 
-def gguf_file(path: Path, alignment: object) -> Path:
-    from gguf import GGUFWriter
-
-    writer = GGUFWriter(path, "llama")
-    writer.add_custom_alignment(32)
-    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    written, wanted = (b"general.alignment" + b"\4\0\0\0" + int(n).to_bytes(4, "little") for n in (32, alignment))  # type: ignore[call-overload]
-    content = path.read_bytes()
-    assert content.count(written) == 1
-    path.write_bytes(content.replace(written, wanted))
-    return path
-
-
 @pytest.mark.parametrize("alignment", [0, 7, 12])
 def test_an_alignment_that_places_no_tensor_is_refused(tmp_path: Path, alignment: int) -> None:
+    key = b"general.alignment"
+    file = tmp_path / "model.gguf"
+    file.write_bytes(struct.pack("<4sIQQQ17sII", b"GGUF", 3, 0, 1, len(key), key, 4, alignment))
     with pytest.raises(ConfigError, match=rf"general\.alignment={alignment} is no multiple of 8"):
-        read_header(gguf_file(tmp_path / "model.gguf", alignment))
-
-
-def test_the_usual_alignment_is_read(tmp_path: Path) -> None:
-    assert read_header(gguf_file(tmp_path / "model.gguf", 32)).tensors["token_embd.weight"].start % 32 == 0
+        read_header(file)
 
 
 SIZES: dict[str, Any] = {
@@ -170,13 +139,10 @@ def header(**changes: Any) -> Header:
     return Header(Path("model.gguf"), metadata, tensors)
 
 
-def test_the_plain_header_is_a_model() -> None:
-    assert config_of(header())["rms_norm_eps"] == 1e-5
-
-
 @pytest.mark.parametrize("key", SIZES)
 @pytest.mark.parametrize("value", ["64", 0, -1, math.nan, math.inf, [1, 2], True])
 def test_a_size_that_is_no_number_above_zero_is_refused_by_name(key: str, value: object) -> None:
+    assert config_of(header())["rms_norm_eps"] == 1e-5
     with pytest.raises(ConfigError, match=rf"llama\.{key}=.*no single number"):
         config_of(header(**{key: value}))
 
@@ -199,14 +165,6 @@ def test_a_special_token_that_is_none_of_the_vocabulary_is_refused(number: objec
 # --- a time that its reader took for another, or not at all: https://github.com/mlcommons/croissant/issues/826 --------
 
 
-def test_dates_of_committed_croissants_are_dates() -> None:
-    from datetime import date
-
-    for file in STUDY.parent.glob("*/croissant.json"):
-        days = json.loads(file.read_text())["rai:dataCollectionTimeFrame"]
-        assert [date.fromisoformat(day) for day in days] == [date(2026, 11, 22)]
-
-
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")  # of mlcroissant itself
 def test_mlcroissant_reads_committed_studies_with_their_dates() -> None:
@@ -215,5 +173,4 @@ def test_mlcroissant_reads_committed_studies_with_their_dates() -> None:
     mlc = pytest.importorskip("mlcroissant", reason="pip install mlcroissant")
     read = mlc.Dataset(str(STUDY / "croissant.json"))
     assert read.metadata.data_collection_timeframe == [datetime(2026, 11, 22)]
-    counts = {table.uuid: len([*read.records(table.uuid)]) for table in read.metadata.record_sets}
-    assert counts == {"tidy": 1620, "answers": 288}
+    assert [len([*read.records(table.uuid)]) for table in read.metadata.record_sets] == [1620, 288]

@@ -86,12 +86,6 @@ def test_a_sweep_without_values_names_its_word(tmp_path: Path, word: str) -> Non
     assert not any(tmp_path.iterdir())
 
 
-def test_an_experiment_file_sweeps_over_no_interval(tmp_path: Path) -> None:
-    words = experiment(tmp_path, "hydra:\n  sweeper:\n    params:\n      optim.lr: interval(1e-5,1e-4)\n")
-    done = run("-m", *words, f"root={tmp_path}/R")
-    assert done.returncode == 2 and "optim.lr=1e-05,0.0001" in " ".join(done.stderr.split())
-
-
 def test_several_values_of_one_run_get_the_word_to_type() -> None:
     for word, said in {
         "seed=range(3,5)": "one is seed=3",

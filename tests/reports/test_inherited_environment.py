@@ -89,10 +89,7 @@ def test_a_filter_of_squeue_hides_no_job_of_the_sweep(tmp_path: Path, monkeypatc
 
 # --- RANK, WORLD_SIZE and torchrun's own options in the environment ---------------------------------------------------
 
-OF_LAUNCHERS = {
-    "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "theirs", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "NODE_RANK": "1",
-}  # fmt: skip
+OF_LAUNCHERS = dict.fromkeys(("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PET_NNODES", "NODE_RANK"), "1")
 
 
 @pytest.mark.parametrize("given", [None, {"QERL_KEPT": "1"}])

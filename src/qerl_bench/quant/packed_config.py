@@ -147,10 +147,10 @@ def _stored(folder: Path, method: str, config: Mapping[str, Any]) -> tuple[str, 
     readable: Mapping[str, type[BlockFormat]] = {}
     if method == COMPRESSED:
         named, readable = _named(config, "format", "config_groups"), PACK_FORMATS
-        bits = {weights.get("num_bits") for weights in _weights(config)}
+        bits = {int(weights["num_bits"]) for weights in _weights(config) if weights.get("num_bits")}
         require(
-            "int-quantized" not in named.values() or bits <= {8, None},
-            f"{folder} is packed as int-quantized with num_bits={min(bits - {8, None}, default=8)}, which are codes of "
+            "int-quantized" not in named.values() or bits <= {8},
+            f"{folder} is packed as int-quantized with num_bits={min(bits, default=8)}, which are codes of "
             f"fewer bits in a byte each; no format here stores them, {_ORIGINAL}",
         )
         if 8 in bits:

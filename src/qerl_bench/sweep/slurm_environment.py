@@ -1,5 +1,4 @@
-"""The environment in which jobs are submitted. Slurm takes SBATCH_* over what a job's script says, and a job that is
-submitted from inside another one, as from an interactive session, would inherit the cores and memory of that."""
+"""The environment in which jobs are submitted: SBATCH_* overrules a job's script, and a job around it is inherited."""
 
 from __future__ import annotations
 

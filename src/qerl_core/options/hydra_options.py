@@ -52,7 +52,7 @@ def unknown_hydra_key(key: str) -> str:
     name = key.removeprefix(LAUNCHER)
     if not key.startswith(LAUNCHER):
         return f"there is no option {key}. --cfg hydra prints those of Hydra"
-    fields = {one: [*ConfigStore.instance().load(f"hydra/launcher/{one}.yaml").node] for one in LAUNCHERS}
+    fields = {one: [*map(str, ConfigStore.instance().load(f"hydra/launcher/{one}.yaml").node)] for one in LAUNCHERS}
     known = {field for of_one in fields.values() for field in of_one} - {"_target_"}
     if name in known:
         owners = " or ".join(f"hydra/launcher={one}" for one in LAUNCHERS if name in fields[one])
