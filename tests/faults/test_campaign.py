@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import os
 import subprocess
 from pathlib import Path
@@ -31,7 +32,7 @@ def campaign_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_page_has_the_table_of_what_was_recorded() -> None:
     from tests.faults.campaign import BEGIN, END, table
 
-    with open(PAGE.with_name("faults.csv"), newline="") as file:
+    with gzip.open(PAGE.with_name("faults.csv.gz"), "rt", newline="") as file:
         rows = [(row["fault"], row["result"]) for row in csv.DictReader(file)]
     assert len({kind for kind, _ in rows}) >= 20 and not any(result == "lost" for _, result in rows)
     assert table(rows) in PAGE.read_text().partition(BEGIN)[2].partition(END)[0]

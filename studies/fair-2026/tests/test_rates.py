@@ -20,8 +20,11 @@ STUDY = ROOT / "studies" / "fair-2026"
 PART = STUDY / "rates"
 # SHA-256 of the protocol at its tag, fair-rates
 FROZEN = "8b516011dc2f6cf75f332972321e99e96a51788b81616b3fbcd269b55d9803d5"
-DESIGNS = {"05b": (range(43, 51), ("2e-4", "4e-4")), "15b": (range(43, 51), ("2e-4", "4e-4"))}
-DESIGNS["15b-high"] = (range(43, 49), ("6e-4",))
+DESIGNS: dict[str, tuple[range, tuple[str, ...]]] = {
+    "05b": (range(43, 51), ("2e-4", "4e-4")),
+    "15b": (range(43, 51), ("2e-4", "4e-4")),
+    "15b-high": (range(43, 49), ("6e-4",)),
+}
 ARMS = {"bf16": ("bf16", "rtn"), "nvfp4": ("nvfp4", "rtn"), "four-six": ("nvfp4", "four-six")}
 
 
