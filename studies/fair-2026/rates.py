@@ -1,15 +1,19 @@
 """The page of part 2 of the fair test, as rates/protocol.md says it, written before its data.
 
     python studies/fair-2026/rates.py
-    python studies/fair-2026/rates.py ended=true   # no run will follow: fewer copies are read, and decide nothing
+    python studies/fair-2026/rates.py ended=true   # fewer copies: no run will follow
 
-Reads rates/data/DESIGN/SESSION, what `qerl-bench study ... out=` packed, and writes rates/results/words.md.
+Reads rates/data/DESIGN/SESSION, what `qerl-bench study ... out=` packed, and writes
+rates/results/words.md.
 
-Where the protocol is silent, beside what rates_contrasts.py says:
-- A session is a folder of data. All runs in it must be of one kind of card, and all runs of a copy and design in one.
+Where the protocol is silent, beside what rates_analysis/contrasts.py says:
+- A session is a folder of data. All runs in it must be of one kind of card, and all runs of a
+  copy and design in one.
 - A copy is whole by design: without all of its third rate it is left out of 6e-4 alone.
-- Older references were trained at 2e-4, so the sensitivity analysis compares at 2e-4, by Welch's t test.
-- Collapses are counted by two of the harness's three signs; the third, garbled completions, is not packed.
+- Older references were trained at 2e-4, so the sensitivity analysis compares at 2e-4, by
+  Welch's t test.
+- Collapses are counted by two of the harness's three signs; the third, garbled completions, is
+  not packed.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from rates_contrasts import (
+from rates_analysis.contrasts import (
     PAIRS,
     RATES,
     Contrast,

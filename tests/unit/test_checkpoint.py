@@ -296,7 +296,7 @@ def test_what_is_no_checkpoint_is_refused(folder: Path) -> None:
     ("change", "message"),
     [
         (lambda c: c.update(format="marlin-24"), "by compressed-tensors as marlin-24; readable are"),
-        (lambda c: c.update(format="int-quantized"), "as int-quantized, .*quant=nvfp4; use quant=int8"),
+        (lambda c: c.update(format="int-quantized"), "as int-quantized with num_bits=4, .* give the unquantized model"),
         (lambda c: c.update(quant_method="gptq"), "by gptq"),
         (lambda c: c.update(format="mxfp4-pack-quantized"), "use quant=mxfp4"),
     ],

@@ -25,7 +25,7 @@ from tests.scripts import ROOT, script
 
 PART = ROOT / "studies" / "fair-2026" / "rates"
 PAGE = script("studies/fair-2026/rates.py")
-FOUND = sys.modules["rates_contrasts"]  # as the page has it
+FOUND = sys.modules["rates_analysis.contrasts"]  # as the page has it
 ARMS = [f"{kind}-{rate}" for rate in FOUND.RATES for kind in FOUND.KINDS]
 SESSIONS = ("a", "a", "b", "b", "c", "c", "c", "c")  # of copies 43 to 50
 RUN = 0.014  # error of a run
