@@ -187,6 +187,7 @@ def test_gptq_with_independent_inputs_is_rounding(spec: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @formats
 def test_gptq_packs_the_same_bytes_from_a_recording(monkeypatch: pytest.MonkeyPatch, spec: Any) -> None:
     weight, moment = _weights(40, 448).cuda(), _moment(448).cuda()
