@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.stats import binomtest
 
 from qerl_core.statistics import CONFIDENCE, Estimate, over_samples, pass_at_k
 
@@ -69,5 +68,7 @@ def _answers(found: Mapping[str, Any], column: str) -> list[list[float]]:
 
 def clopper_pearson(found: int, among: int) -> tuple[float, float]:
     """The 95 % interval of a share, exact for any number, also where none or all were found."""
+    from scipy.stats import binomtest
+
     low, high = binomtest(found, among).proportion_ci(CONFIDENCE)
     return float(low), float(high)
