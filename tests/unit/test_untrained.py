@@ -71,7 +71,9 @@ WAYS_TO_TRAIN = {
         *("eval.every=1", "eval.at=[2]", "eval.at_greedy=false"),
         *("train.on_nonfinite=skip", "train.entropy_coef=0.01", "importance_sampling.mode=truncate"),
     ),
-    "another batch": ("rollout.prompts_per_step=4", "eval.every_questions=2", "train.mismatch_share=0.5"),
+    "another batch": (
+        *("rollout.prompts_per_step=4", "eval.every_questions=2", "train.mismatch_share=0.5", "eval.also=[bf16]"),
+    ),
 }
 
 
