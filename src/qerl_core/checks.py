@@ -10,7 +10,7 @@ Upper limits are generous: a larger value is a typo, not an experiment.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,6 +149,11 @@ share = number(0, 1)
 def is_number(value: object) -> bool:
     whole = isinstance(value, int) and not isinstance(value, bool)  # isfinite would overflow for very large ones
     return whole or (isinstance(value, float) and math.isfinite(value))
+
+
+def is_texts(value: object) -> bool:
+    """Whether `value` is a list or tuple of strings alone."""
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(one, str) for one in value)
 
 
 def is_folder_name(name: object) -> bool:

@@ -18,6 +18,7 @@ from qerl_core.checks import (
     check_fields,
     count,
     flag,
+    is_texts,
     number,
     optional,
     require,
@@ -39,10 +40,7 @@ STEPS = Check(
     lambda value: isinstance(value, Sequence) and all(isinstance(step, int) and step > 0 for step in value),
     "a list of steps, such as [20,32,36]",
 )
-FORMATS = Check(
-    lambda value: isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(x, str) for x in value),
-    "a list of weight formats, such as [bf16,nvfp4+gptq]",
-)
+FORMATS = Check(is_texts, "a list of weight formats, such as [bf16,nvfp4+gptq]")
 Decoding = tuple[str, int, float, float]  # mode, samples, temperature, top-p
 
 

@@ -12,14 +12,13 @@ from qerl_core.checks import (
     check_fields,
     count,
     is_number,
+    is_texts,
     number,
     one_of,
     require,
 )
 
-FORMATS = Check(
-    lambda value: isinstance(value, tuple) and all(isinstance(one, str) for one in value), "a list of weight formats"
-)
+FORMATS = Check(is_texts, "a list of weight formats")
 SIGMAS = Check(
     lambda value: isinstance(value, tuple) and all(is_number(one) and 0 < one <= MAX_SIGMA for one in value),
     f"a list of numbers above 0, at most {MAX_SIGMA:g}",

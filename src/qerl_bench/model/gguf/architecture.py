@@ -6,14 +6,13 @@ since it may change what the model computes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from qerl_bench.model.gguf.header import Header
 from qerl_bench.model.gguf.rope import FREQUENCIES, KEYS, rope_parameters, shortest
-from qerl_core.checks import require
+from qerl_core.checks import is_number, require
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 TOP = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
@@ -107,7 +106,7 @@ def config_of(header: Header) -> dict[str, Any]:
             "computes; give the model as safetensors",
         )
         require(
-            key in _NO_SIZES or is_positive(value),
+            key in _NO_SIZES or (is_number(value) and value > 0),
             f"model.id={path}: {prefix}{key}={value} is no single number above 0; choose another file",
         )
     sizes = {key: header.need(f"{prefix}{key}") for key in ("embedding_length", "block_count", "feed_forward_length")}
@@ -145,10 +144,6 @@ def config_of(header: Header) -> dict[str, Any]:
         config |= _gemma3(header, config, values)
     check_tensors(header, config)
     return config
-
-
-def is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _gemma3(header: Header, config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
