@@ -240,6 +240,30 @@ def test_a_vllm_that_was_killed_is_not_waited_for() -> None:
         queue.Queue[int]().get()
 
 
+def test_ctrl_c_of_a_terminal_reaches_the_run_and_no_process_of_vllm() -> None:
+    """They would end before the run has ended its step, whatever handler they set."""
+    script = """if True:
+        import multiprocessing, os, signal, time
+        from qerl_bench.engine.vllm.process import interrupts_kept_from_children
+        heard = []
+        signal.signal(signal.SIGINT, lambda *_: heard.append(time.sleep(0.5)))
+        child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+        with interrupts_kept_from_children():
+            child.start()
+            os.killpg(0, signal.SIGINT)
+            while not heard:
+                time.sleep(0.05)
+        os.killpg(0, signal.SIGINT)
+        print(len(heard), child.is_alive())
+        child.terminate()
+        child.join()
+        print(child.exitcode == -signal.SIGTERM)
+    """
+    command = [sys.executable, "-c", script]
+    printed = subprocess.run(command, start_new_session=True, capture_output=True, text=True, timeout=60).stdout
+    assert printed.split() == ["2", "True", "True"]
+
+
 def test_folders_that_no_run_holds_are_removed(tmp_path: Path) -> None:
     """Whatever their names say: the number of a process means nothing in another container."""
     dead = [tmp_path / f"{vllm_process.PREFIX}{tail}" for tail in ("", "x", f"{os.getpid()}-x", f"{2**22 + 1}-x")]

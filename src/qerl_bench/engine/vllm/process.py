@@ -11,9 +11,11 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +54,7 @@ def start(folder: Path, isolation: str, norms: list[str], **options: Any) -> LLM
         isolation == "child" or not model_parallel_is_initialized(),
         "this process already runs a vLLM, and it can run only one: close it first, or use engine.isolation=child",
     )
-    with torch.random.fork_rng(), answer("start"):  # vLLM seeds the process it runs in
+    with torch.random.fork_rng(), answer("start"), interrupts_kept_from_children():  # vLLM seeds this process
         return LLM(
             model=str(folder),
             skip_tokenizer_init=True,  # its own tokenizer might tokenize differently
@@ -65,6 +67,25 @@ def start(folder: Path, isolation: str, norms: list[str], **options: Any) -> LLM
             gpu_memory_utilization=0.01,  # ignored, since kv_cache_memory_bytes is given
             **options,
         )
+
+
+@contextmanager
+def interrupts_kept_from_children() -> Iterator[None]:
+    """Processes that start in this block never get SIGINT, whatever handler they set; this one hears it as before.
+
+    A terminal sends Ctrl-C to all processes in its foreground, and vLLM's would end before the run has ended its step.
+    A process inherits the signal mask of the thread that starts it, so another thread has to take SIGINT meanwhile.
+    Python's resource tracker lifts the block where it starts, so it has to run before.
+    """
+    resource_tracker.ensure_running()
+    over = threading.Event()
+    threading.Thread(target=over.wait, daemon=True).start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        over.set()
 
 
 @contextmanager

@@ -39,9 +39,9 @@ class Worker(PlatformWorker):
     """vLLM's worker; the methods `qerl_*` are called by `LLM.collective_rpc` and return plain data."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.run_pid = int(os.environ[RUN_PID])
-        if self.run_pid != os.getpid():
-            exit_after(self.run_pid)
+        run_pid = int(os.environ[RUN_PID])
+        if run_pid != os.getpid():
+            exit_after(run_pid)
         super().__init__(*args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -74,12 +74,7 @@ class Worker(PlatformWorker):
         }
 
     def qerl_started(self) -> dict[str, Any]:
-        """This process's ids, the kernel of each linear layer, and the bytes of the weights.
-
-        From now on this process ignores Ctrl-C: the run handles it and ends this process in order.
-        """
-        if self.run_pid != os.getpid():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        """This process's ids, the kernel of each linear layer, and the bytes of the weights."""
         model = self.get_model()
         tensors = [*model.parameters(), *model.buffers()]
         return {
