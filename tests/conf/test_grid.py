@@ -21,7 +21,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from qerl_bench.config import build, compose
-from qerl_bench.sweep.check import warn_of_single_point
+from qerl_bench.sweep.check import tell_what_follows, warn_of_single_point
 from qerl_core.checks import ConfigError
 from qerl_core.options.composer import HYDRA_DEFAULTS
 from qerl_core.options.fingerprint import fingerprint
@@ -572,3 +572,19 @@ def test_one_run_of_a_sweep_says_that_it_is_one(
     with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS):
         warn_of_single_point(hydra_compose("run", words, return_hydra_config=True).hydra)
     assert [f"over {left};" in message for message in caplog.messages] == [True] * (left is not None)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["quant=nvfp4", "aqn=exp"], True),
+        (["quant=nvfp4", "aqn=exp", "lora.alpha=32"], False),
+        (["experiment=tiny/ranks"], False),  # whose file sets alpha
+    ],
+)
+def test_a_sweep_over_ranks_says_that_alpha_follows(
+    words: list[str], says: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        tell_what_follows([[*words, f"lora.rank={rank}"] for rank in (16, 32)])
+    assert ["lora.alpha=32" in message for message in caplog.messages] == [True] * says

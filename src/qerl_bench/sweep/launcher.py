@@ -13,7 +13,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from qerl_bench.sweep.check import check_points
+from qerl_bench.sweep.check import check_points, tell_what_follows
 from qerl_bench.sweep.table import sweep_table
 from qerl_core.checks import Check, ConfigError, require
 from qerl_core.options.hydra_options import refuse_unusable
@@ -45,7 +45,9 @@ class SweepLauncher(Launcher):
             len(job_overrides) > 0,
             "this sweep has no point: one of its keys has no value, as seed=range(0) has none. Give some: seed=0,1,2",
         )
-        points = check_points([[*self.search_path, *overrides] for overrides in job_overrides], self.here)
+        words = [[*self.search_path, *overrides] for overrides in job_overrides]
+        points = check_points(words, self.here)
+        tell_what_follows(words)
         damaged = [(point, point.damage) for point in points if point.damage is not None]
         sound = [point for point in points if point.damage is None]
         todo = len(unfinished(sound))
