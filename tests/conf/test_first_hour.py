@@ -22,7 +22,8 @@ def test_the_page_shows_each_recorded_command_under_its_heading() -> None:
 
 
 def test_what_the_readme_shows_of_its_first_command_is_recorded() -> None:
-    (block,) = re.findall(r"what it prints\]\(docs/first-hour\.md\):\n\n((?:    .*\n)+)", (ROOT / "README.md").read_text())
+    readme = (ROOT / "README.md").read_text()
+    (block,) = re.findall(r"what it prints\]\(docs/first-hour\.md\):\n\n((?:    .*\n)+)", readme)
     printed = RECORD.PAGE.read_text().partition("\n$ make run\n")[2].splitlines()
     lines = [line.removeprefix("    ") for line in block.splitlines()]
     places = [printed.index(line) for line in lines]
