@@ -138,10 +138,11 @@ def test_a_sweep_without_an_evaluation_has_no_row_for_accuracy(tmp_path: Path) -
     steps = [_step(0.2, **{"reward/mean": 1.0})]
     runs = [
         _run(tmp_path / "a", {"name": "none"}, steps),
-        _run(tmp_path / "b", {"name": "constant", "level": 0.1}, steps),
+        _run(tmp_path / "b", {"name": "constant", "level": 0.05}, steps),
     ]
     assert set(sigma_effects(sigma_doses(Study(runs)))["measure"]) == {"entropy", "late reward"}
-    assert len(sigma_figure(sigma_doses(Study(runs))).axes) == 3
+    axes = sigma_figure(sigma_doses(Study(runs))).axes
+    assert len(axes) == 3 and [tick.get_text() for tick in axes[-1].get_xticklabels()] == ["0", "0.05"]
 
 
 def test_a_sweep_with_holes_or_without_a_zero_is_refused(runs: list[Run]) -> None:

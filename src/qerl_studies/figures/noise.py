@@ -32,6 +32,7 @@ SIGMA_FACTORS = ("quant.", "quantizer.", "aqn.")  # of a sweep over sigma
 EARLY = (0.0, 0.2)  # shares of a run's steps between which entropy is measured
 ENTROPY = replace(MEAN_ENTROPY, name="entropy", metric=mean_between("entropy", *EARLY))
 DIFFERENCES = (ENTROPY, REWARD_LATE, SAMPLED)
+FEW = 4  # sizes of noise that have room for a number each
 KL = mean_between("mismatch/kl", *EARLY)  # (sampler || trainer), nats
 
 
@@ -102,6 +103,12 @@ def sigma_table(study: Study) -> Table:
     return Table("sigma", effects, shown, caption)
 
 
+def _ticks(sigmas: Sequence[float]) -> list[float]:
+    """0 and the sizes of noise themselves, or of more than FEW the powers of ten among them."""
+    decades = range(math.ceil(math.log10(sigmas[0])), math.floor(math.log10(sigmas[-1])) + 1)
+    return [0, *(sigmas if len(sigmas) <= FEW else (10.0**decade for decade in decades))]
+
+
 def sigma_figure(doses: Sequence[NoiseLevel]) -> Figure:
     """A column per format; against sigma, a row with the effect on each measure, and a row with the KL of the noise."""
     measures = _measures(doses)
@@ -136,9 +143,8 @@ def sigma_figure(doses: Sequence[NoiseLevel]) -> Figure:
             bottom = axes[-1, place]
             axes[0, place].set_title(label)
             bottom.set_xscale("symlog", linthresh=smallest, linscale=0.5)
-            decades = range(math.ceil(math.log10(smallest)), math.floor(math.log10(largest)) + 1)
-            bottom.set_xticks([0, *(10.0**decade for decade in decades)])
-            bottom.set_xticklabels(["0", *(f"{10.0**decade:g}" for decade in decades)])
+            ticks = _ticks(sorted({dose.sigma for dose in doses}))
+            bottom.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             bottom.minorticks_off()
             bottom.set_xlim(-0.3 * smallest, 1.5 * largest)
             bottom.set_xlabel("noise $\\sigma$")
