@@ -12,10 +12,12 @@ Any study of conf/experiment that sweeps will do; several with the same grid bec
 from __future__ import annotations
 
 import sys
+from functools import cache
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
 
 from qerl_core.checks import require
 from qerl_core.exits import exit_in_words
@@ -23,14 +25,17 @@ from qerl_core.options.composer import HYDRA_DEFAULTS, register_resolvers
 from qerl_core.process.installation import CONF_DIR
 
 
+@cache
+def composed(study: str) -> DictConfig:
+    register_resolvers()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS):
+        return hydra_compose("run", [f"experiment={study}"], return_hydra_config=True)
+
+
 def sweep(studies: list[str]) -> str:
     """The sweep as YAML. Raises ConfigError for studies without a grid, or with different ones."""
-    register_resolvers()
-    configs = []
-    for study in studies:
-        GlobalHydra.instance().clear()
-        with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS):
-            configs.append(hydra_compose("run", [f"experiment={study}"], return_hydra_config=True))
+    configs = [composed(study) for study in studies]
     grids = [dict(config.hydra.sweeper.params or {}) for config in configs]
     require(bool(grids) and all(grid == grids[0] for grid in grids), f"not one grid: {grids}")
     require(bool(grids[0]), f"experiment={studies[0]} sweeps over nothing")

@@ -7,22 +7,25 @@ import errno
 import fcntl
 import gc
 import os
+import pickle
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from importlib import invalidate_caches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from qerl_bench import config as configs
 from qerl_bench.config import build
 from qerl_bench.experiment_spec import Experiment
 from qerl_core.options import user_options
 from qerl_core.options.composer import Composer
+from qerl_core.rundir import environment
+from tests.quick_compose import config
 
 if TYPE_CHECKING:
     from qerl_bench.aqn.injector import NoiseInjector
@@ -33,10 +36,21 @@ COMPOSER = Composer()
 
 def compose(overrides: list[str] | None = None) -> DictConfig:
     """As the program's, which reads the YAML files every time: a fifth of a second. Here they do not change."""
-    return OmegaConf.create(COMPOSER.tree(overrides or []))
+    return pickle.loads(_composed(*(overrides or [])))
+
+
+@lru_cache(maxsize=2048)
+def _composed(*overrides: str) -> bytes:
+    return pickle.dumps(config(COMPOSER, [*overrides]))
+
+
+@cache
+def _digest(read: object, compute: Callable[[], str] = environment.code_digest) -> str:
+    return compute()
 
 
 configs.compose = compose  # what every test and module imports from here on
+environment.code_digest = lambda: _digest(Path.read_bytes)  # sources change only for the tests that say so
 
 SMALL = (
     "device=cpu",

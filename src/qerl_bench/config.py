@@ -16,7 +16,7 @@ from qerl_bench.experiment_spec import Experiment
 from qerl_core.checks import ConfigError, require
 from qerl_core.options.composer import Composer
 from qerl_core.options.files import plain_keys
-from qerl_core.options.fingerprint import plain
+from qerl_core.options.fingerprint import as_dict, plain
 from qerl_core.options.names import check_class, make_option
 from qerl_core.options.renamed_keys import outdated
 from qerl_core.process.installation import CONF_DIR
@@ -32,9 +32,10 @@ def build(cfg: DictConfig) -> Experiment:
 
     Raises ConfigError with the reason if a value or a combination of options cannot work.
     """
-    old = outdated(cfg)  # type: ignore[arg-type]  # a DictConfig is a mapping
+    tree = as_dict(cfg)
+    old = outdated(tree)
     require(not old, "; ".join(old))
-    nodes = {str(key): spec(cfg, str(key)) for key in cfg}
+    nodes = {key: spec(tree, key) for key in tree}
     known = {field.name for field in fields(Experiment)}
     unknown, missing = nodes.keys() - known, known - nodes.keys()
     require(not unknown, f"there is no option {', '.join(sorted(unknown))}. All options: python src/run.py --cfg job")
@@ -56,18 +57,18 @@ def lacks(keys: Iterable[str]) -> str:
     )
 
 
-def spec(cfg: DictConfig, key: str) -> Any:
+def spec(cfg: DictConfig | dict[str, Any], key: str) -> Any:
     """The spec under `key`, or the plain value if the node has no `_target_`."""
-    node = cfg[key]
-    if not (OmegaConf.is_dict(node) and "_target_" in node):
-        return plain(cfg, key)
+    node = plain(cfg, key)
+    if not (isinstance(node, dict) and "_target_" in node):
+        return node
     check_class(CONF_DIR, key, node)
     try:
-        return make_option(key, plain(cfg, key))
+        return make_option(key, node)
     except ConfigError:
         raise
     except Exception as error:  # of a class that does not check its fields itself
-        given = {name: value for name, value in plain(cfg, key).items() if name != "_target_"}
+        given = {name: value for name, value in node.items() if name != "_target_"}
         if foreign := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
             reason = f"{key}={given.get('name')} has no option {key}.{foreign[1]}"
             raise ConfigError(f"{reason}; leave it out, or the experiment that sets it") from error

@@ -48,12 +48,16 @@ EXPERIMENTS = sorted(
     for path in (CONF_DIR / "experiment").rglob("*.yaml")
     if path.parent.name not in ("paper", "speed", "tiny")  # test_studies.py has those
 )
-# Full products: of the axes that may exclude each other, and of those that a user chooses between from day to day.
+# Full products: of the axes that may exclude each other, where each check of Experiment finds all that it reads in one,
+# and of those that a user chooses between from day to day.
 GRIDS = (
-    ("quant", "quantizer", "aqn", "algo", "lora", "model"),
-    ("quant", "aqn", "algo", "lora", "eval", "logger", "engine"),
+    ("quant", "quantizer", "aqn", "algo", "lora"),
+    ("quant", "quantizer", "algo", "lora", "model"),
+    ("quant", "quantizer", "aqn", "lora", "model"),
+    ("aqn", "algo", "lora", "model"),
+    ("quant", "aqn", "algo", "lora", "eval", "engine"),
     ("task", "model", "algo", "eval", "engine"),
-    ("task", "algo", "reward"),
+    ("task", "algo", "reward", "logger"),
 )
 
 
@@ -98,6 +102,7 @@ from qerl_core.options.composer import Composer
 from qerl_bench.config import build, spec
 from qerl_bench.experiment_spec import Experiment
 from qerl_core.checks import ConfigError
+import tests.quick_compose
 
 asked, composer = json.load(sys.stdin), Composer()
 started = time.perf_counter()
@@ -145,7 +150,7 @@ def found() -> dict[str, Any]:
         input=json.dumps({"points": points, "options": OPTIONS, "grids": GRIDS}),
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'kernels'}", "PATH": ""},
+        env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'kernels'}:{ROOT}", "PATH": ""},
     )
     assert done.returncode == 0, done.stderr
     return {**json.loads(done.stdout), "asked": [name for name, _ in points]}

@@ -58,6 +58,7 @@ from omegaconf import OmegaConf
 from qerl_core.options.composer import HYDRA_DEFAULTS, Composer, ReadOnce
 from qerl_bench.config import build
 from qerl_core.process.installation import CONF_DIR
+import tests.quick_compose
 
 composer, read = Composer(), {}
 composed = {"studies": {}, "configs": {}}
@@ -90,7 +91,7 @@ def composed() -> dict[str, Any]:
         input=json.dumps(STUDIES),
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'kernels'}", "PATH": ""},
+        env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'kernels'}:{ROOT}", "PATH": ""},
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

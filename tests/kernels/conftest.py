@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     tiles are a library's, whose FP32 sums may depend on a row's place in the tile (an AMD EPYC): here they are in FP64.
     """
     triton = pytest.importorskip("triton")
+    from triton.runtime import interpreter as triton_interpreter
     from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
     create_dot = InterpreterBuilder.create_dot
@@ -48,12 +51,24 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             if isinstance(value, triton.JITFunction):
                 setattr(module, name, InterpretedFunction(value.fn))
     _forget_kernels()
+    # Once, and not at each launch and each call of a function in it, which takes a third of the time.
+    both = SimpleNamespace(__globals__={"tl": triton.language, "core": triton.language.core})
+    scope = type(triton_interpreter._patch_lang(both))
+    monkeypatch.setattr(triton_interpreter, "_patch_lang", lambda function: scope())
     yield
     _forget_kernels()
     for owner, attributes in before:
         for name, value in list(vars(owner).items()):
             if name in attributes and value is not attributes[name]:
                 setattr(owner, name, attributes[name])
+
+
+@pytest.fixture
+def whole_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Integers that overflow are not looked for: that takes a third of the time, and each kernel's own tests do it."""
+    runtime = pytest.importorskip("triton.runtime.interpreter")
+    builder = runtime.interpreter_builder
+    monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -151,7 +151,8 @@ def test_attend(device: str, heads: int, group: int, size: int, window: int | No
             cache.transpose(1, 2)[~seen.to(device)] = torch.nan
         found = decoder_layer.attend(q, keys, values, **where, scaling=0.3, window=window)
         assert found.dtype == dtype and ((found - wanted).abs() <= bound * spread).all()
-        assert torch.equal(found, decoder_layer.attend(q, keys, values, **where, scaling=0.3, window=window))
+        if device == "cuda":  # where programs run in any order
+            assert torch.equal(found, decoder_layer.attend(q, keys, values, **where, scaling=0.3, window=window))
 
 
 def test_attention_of_a_row_does_not_depend_on_the_batch(device: str) -> None:

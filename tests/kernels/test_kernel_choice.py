@@ -21,6 +21,7 @@ from qerl_kernels import decode, projection
 from qerl_kernels.decode_configs import WGMMA
 
 MakePolicy = Callable[..., Any]
+pytestmark = pytest.mark.usefixtures("whole_policies")
 
 
 def _fused(policy: Any, stand_in: Callable[..., None]) -> dict[str, str]:
@@ -82,7 +83,7 @@ def test_a_packed_policy_trains_as_before(
 
     The same layers then export the very bytes that were packed, and hold nothing twice.
     """
-    policy = make_policy("model.dtype=bfloat16", quant=quant, width=64, adapted=True)
+    policy = make_policy("model.dtype=bfloat16", "model.layers=1", quant=quant, width=64, adapted=True)
     packed = {name: module for name, module in policy.model.named_modules() if isinstance(module, PackedLinear)}
     before = {name: {key: x.clone() for key, x in layer.packed().items()} for name, layer in packed.items()}
     ids, mask = _ids(3, 12), torch.ones(3, 12, dtype=torch.bool)

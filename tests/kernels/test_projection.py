@@ -8,7 +8,7 @@ import torch
 from qerl_kernels import projection, scratch
 from qerl_kernels.projection import pieces_of, project
 
-SIZES = ((1, 16, 8), (2, 200, 8), (17, 330, 33), (16, 1000, 96), (33, 1600, 192), (70, 64, 200))
+SIZES = ((1, 16, 8), (2, 200, 8), (17, 330, 33), (16, 1000, 96), (33, 4200, 16), (70, 64, 200))
 LARGE = ((1, 3584, 32), (13, 3584, 96), (64, 18944, 32), (100, 5120, 192), (256, 3584, 256))
 
 

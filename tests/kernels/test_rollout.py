@@ -18,9 +18,10 @@ from qerl_bench.model.kernels import FusedLinears, LoRALinear
 from qerl_bench.model_setup import build_policy
 from tests.models import builds
 
-KEYS = [2**62 + 1, 5, 6, 7, 8, 9]
+KEYS = [2**62 + 1, 5, 6, 7]
 PROMPTS = [[(7 * i) % 250 for i in range(70)], [5, 6, 7]]
-LENGTHS = [2, None, 4, None, 3, 1]
+LENGTHS = [2, None, 4, 1]
+pytestmark = pytest.mark.usefixtures("whole_policies")
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def fused_policy(make_policy: Callable[..., Any], device: str) -> Any:
 @torch.inference_mode()
 def test_rollouts_are_those_of_transformers(fused_policy: Any) -> None:
     """A batch that is refilled, a prompt with a whole page that rows share, exact lengths beside stop tokens."""
-    sampling = Sampling(samples=3, temperature=1.0, max_tokens=5, seed=0)
+    sampling = Sampling(samples=2, temperature=1.0, max_tokens=5, seed=0)
     wanted = hf_reference.decode(fused_policy, PROMPTS, sampling, KEYS, LENGTHS)
     found = decode(fused_policy, PROMPTS, sampling, KEYS, LENGTHS, Limits(rows=2))
     for one, other, length in zip(found, wanted, LENGTHS, strict=True):

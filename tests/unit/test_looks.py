@@ -22,7 +22,7 @@ from tests.scripts import ROOT
 
 REAL = ROOT / "studies" / "real-2026" / "05b"
 LATER = "2026-11-27*"  # sessions after the first, which has the eight bases of the first look
-TINY = ROOT / "studies" / "tiny"
+JUDGED = ROOT / "studies" / "fp16"
 Command = Callable[[list[str]], None]
 
 
@@ -101,8 +101,8 @@ def test_verdicts_have_no_record_of_it(
     with pytest.raises(ConfigError, match=f"^{name} has no verdict.*no look.*primary.md"):
         verdicts.main([str(folder), f"out={tmp_path / 'out'}"])
     assert not (tmp_path / "out").exists()
-    verdicts.main([str(folder), str(TINY), f"out={tmp_path / 'out'}"])
-    assert [*json.loads((tmp_path / "out/claims.json").read_text())["studies"]] == ["tiny"]
+    verdicts.main([str(folder), str(JUDGED), f"out={tmp_path / 'out'}"])
+    assert [*json.loads((tmp_path / "out/claims.json").read_text())["studies"]] == ["fp16"]
     assert capsys.readouterr().err.startswith(f"{name} has no verdict")
 
 
@@ -129,8 +129,8 @@ def test_so_are_those_that_a_study_prints_and_packs(
 
 
 def test_others_are_shown_beside_it_and_it_is_named(early: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert shown_runs([TINY]) == chosen_runs([TINY])
-    assert shown_runs([TINY, early]) == chosen_runs([TINY])
+    assert shown_runs([JUDGED]) == chosen_runs([JUDGED])
+    assert shown_runs([JUDGED, early]) == chosen_runs([JUDGED])
     assert capsys.readouterr().err.startswith(f"24 runs of {early} are left out")
 
 

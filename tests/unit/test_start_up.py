@@ -21,24 +21,29 @@ from qerl_bench.sweep.check import check_points
 from qerl_bench.sweep.table import sweep_table
 from qerl_core.checks import ConfigError
 from qerl_core.options import composer
-from qerl_core.options.composer import HYDRA_DEFAULTS, Composer, register_resolvers, resolved
+from qerl_core.options.composer import HYDRA_DEFAULTS, Composer, register_resolvers
 from qerl_core.options.fingerprint import as_dict
 from qerl_core.process.arguments import whole
 from qerl_core.process.hidden_packages import UNUSED, hidden_packages
 from qerl_core.process.installation import CONF_DIR
 from qerl_studies.tables.terminal import places, render, summary
+from tests.quick_compose import GENUINE
 
 SOURCES = Path(__file__).parents[2] / "src"
 FINISHED = next((Path(__file__).parents[1] / "assets" / "runs").iterdir())
 
 
 def by_hydra(words: list[str]) -> dict:
+    """As it does it itself, without the shortcuts of tests."""
     register_resolvers()
-    with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS, job_name="run"):
-        cfg = hydra_compose("run", overrides=words, return_hydra_config=True)
-    with open_dict(cfg):
-        cfg.pop("hydra")
-    return as_dict(resolved(cfg))
+    with pytest.MonkeyPatch.context() as patch:
+        for place, function in GENUINE.items():
+            patch.setattr(*place, function)
+        with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS, job_name="run"):
+            cfg = hydra_compose("run", overrides=words, return_hydra_config=True)
+        with open_dict(cfg):
+            cfg.pop("hydra")
+        return as_dict(cfg)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +65,7 @@ def test_configs_are_those_of_hydra(words: list[str]) -> None:
     composer = Composer()
     for _ in range(2):  # the second from what the first composed
         assert composer.tree(words) == by_hydra(words)
+    assert compose(words) == OmegaConf.create(by_hydra(words))
 
 
 def test_files_that_were_read_for_another_config_make_the_same_one() -> None:

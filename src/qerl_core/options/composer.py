@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Sequence
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import Any
 
@@ -36,12 +37,13 @@ from qerl_core.process.installation import CONF_DIR
 HYDRA_1_3 = hydra_version.startswith("1.3")
 HYDRA_DEFAULTS: dict[str, Any] = {"version_base": "1.3"} if HYDRA_1_3 else {}
 REGISTER = "register_new_resolver" if HYDRA_1_3 else "register_resolver"
+_resolved: ContextVar[dict[Any, Any] | None] = ContextVar("the config whose name is asked for", default=None)
 
 
 def register_resolvers() -> None:
     """Register `${fingerprint:}`, `${model_name:ID}`, `${fitting:N,STEPS}` and `${half:N,STEPS}`; may be repeated."""
     register = getattr(OmegaConf, REGISTER)
-    register("fingerprint", lambda *, _root_: fingerprint(_root_), replace=True)
+    register("fingerprint", lambda *, _root_: fingerprint(_resolved.get() or _root_), replace=True)
     register("model_name", short_name, replace=True)
     register("fitting", fitting, replace=True)
     register("half", half, replace=True)
@@ -92,12 +94,16 @@ class Composer:
 
     def chosen(self, overrides: Sequence[str]) -> tuple[dict[str, Any], RuntimeConf]:
         """As `tree`, with Hydra's record of which option was chosen for each axis, and from which folders."""
+        cfg, runtime = self.unresolved(overrides)
+        return plain_tree(cfg), runtime
+
+    def unresolved(self, overrides: Sequence[str]) -> tuple[DictConfig, RuntimeConf]:
+        """As `chosen`, with the interpolations: a config that nobody else has."""
         try:
             overrides = self.spelled_out(overrides)
-            cfg, runtime = self._unresolved(overrides)
+            return self._unresolved(overrides)
         except HydraException as error:
             raise ConfigError(self.in_words(error, overrides)) from error
-        return plain_tree(cfg), runtime
 
     def spelled_out(self, words: Sequence[str]) -> list[str]:
         """`words` with option and key of each model=PLACE and reward=FILE.py; an option of that name comes first."""
@@ -207,4 +213,14 @@ def resolved(cfg: DictConfig) -> DictConfig:
 
 
 def plain_tree(cfg: DictConfig) -> dict[str, Any]:
-    return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+    """`cfg` as plain containers without interpolations. Its name comes last: a fingerprint asks for all other keys."""
+    tree = {key: _plain(cfg[key]) for key in cfg if key != "name"}
+    before = _resolved.set(tree)
+    try:
+        return {str(key): tree[key] if key in tree else cfg[key] for key in cfg}
+    finally:
+        _resolved.reset(before)
+
+
+def _plain(node: Any) -> Any:
+    return OmegaConf.to_container(node, resolve=True, throw_on_missing=True) if OmegaConf.is_config(node) else node

@@ -174,16 +174,17 @@ def _choices(place: str, options: list[str]) -> str:
     return f"choose {alternatives(place, options)}"
 
 
-def check_class(folder: Path, key: str, node: Any) -> None:
+def check_class(folder: Path, key: str, node: Mapping[str, Any]) -> None:
     """Raise ConfigError if a node has the name of an option in `folder`/`key` and the class of another.
 
     For configs without Hydra's record of what was chosen, such as the config.yaml of a run.
     """
-    target = _class(folder, key, node.get("name"))
+    name, given = node.get("name"), node["_target_"]
+    target = _class(folder, key, name)
     require(
-        target in (None, node._target_),
-        f"the config calls {key} {node.get('name')}, which is {target}, but its {key}._target_ is {node._target_}. A "
-        f"run is named by what it is: leave {key}.name and {key}._target_ as {key}={node.get('name')} has them",
+        target in (None, given),
+        f"the config calls {key} {name}, which is {target}, but its {key}._target_ is {given}. A run is named by what "
+        f"it is: leave {key}.name and {key}._target_ as {key}={name} has them",
     )
 
 

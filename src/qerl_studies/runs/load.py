@@ -174,11 +174,17 @@ class Run:
         return (kind, metric) in self._rows
 
     def series(self, kind: str, metric: str) -> pd.Series:
-        """One metric indexed by step, in order of steps; empty if it was never written."""
-        rows = self._rows.get((kind, metric), [])
-        values, steps = (self.metrics[column].to_numpy()[rows] for column in ("value", "step"))
-        order = np.argsort(steps, kind="stable")
-        return pd.Series(values[order], index=steps[order], name=metric)
+        """One metric indexed by step, in order of steps; empty if it was never written. Made once: do not change it."""
+        if (kind, metric) not in self._series:
+            rows = self._rows.get((kind, metric), [])
+            values, steps = (self.metrics[column].to_numpy()[rows] for column in ("value", "step"))
+            order = np.argsort(steps, kind="stable")
+            self._series[kind, metric] = pd.Series(values[order], index=steps[order], name=metric)
+        return self._series[kind, metric]
+
+    @cached_property
+    def _series(self) -> dict[tuple[str, str], pd.Series]:
+        return {}
 
     @cached_property
     def _rows(self) -> dict[Any, np.ndarray]:
@@ -192,33 +198,33 @@ class Run:
         Raises ConfigError if answers were not kept, or if none are of this mode or have that column.
         """
         where = self.path / "samples.parquet"
+        rows = self._shares
         require(
-            self._answers is not None,
+            rows is not None,
             f"the held-out answers of {self.name} were not kept: {where} is missing (or, in a committed study, its "
             "rows of answers.parquet). Run it with eval=task",
         )
-        assert self._answers is not None
-        require(
-            mode in {key[0] for key in self._answers},
-            f"{where} has no answers with mode={mode}: leave the run out, or run it again",
-        )
-        require((mode, column) in self._answers, f"{where} does not say of its answers: {column}")
+        assert rows is not None
+        require(mode in rows, f"{where} has no answers with mode={mode}: leave the run out, or run it again")
+        require(column in {"correct", *LATER} & {*rows[mode]}, f"{where} does not say of its answers: {column}")
+        if (mode, column) not in self._answers:  # reports ask for it in many ways
+            self._answers[mode, column] = rows[mode].pivot(index="question", columns="step", values=column)
         return self._answers[mode, column]
 
     @cached_property
-    def _answers(self) -> dict[tuple[str, str], pd.DataFrame] | None:
-        """What `answers` returns by mode and column, made once: reports ask for it in many ways. None if none were
-        kept."""
+    def _answers(self) -> dict[tuple[str, str], pd.DataFrame]:
+        return {}
+
+    @cached_property
+    def _shares(self) -> dict[str, pd.DataFrame] | None:
+        """By mode the columns question, step, correct and those of LATER that say it of all answers, as shares and
+        means."""
         rows = self.answer_counts()
         if rows is None:
             return None
         columns = ["correct", *(name for name in LATER if name in rows and bool(rows[name].notna().all()))]
-        shares = rows.assign(**{name: rows[name] / rows["samples"] for name in columns})
-        return {
-            (str(mode), name): of_mode.pivot(index="question", columns="step", values=name)
-            for mode, of_mode in shares.groupby("mode", observed=True)
-            for name in columns
-        }
+        shares = rows[["mode", "question", "step"]].assign(**{name: rows[name] / rows["samples"] for name in columns})
+        return {str(mode): of_mode for mode, of_mode in shares.groupby("mode", observed=True)}
 
     def answer_counts(self) -> pd.DataFrame | None:
         """Columns mode, question, step, correct and samples, both counts; None if no answers were kept.

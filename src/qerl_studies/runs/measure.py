@@ -191,7 +191,7 @@ def held_out(mode: str) -> Callable[[Run], float | pd.Series]:
 
     def of_run(run: Run) -> float | pd.Series:
         last = run.option("steps")
-        if run.path.is_dir() or run.kept_answers is not None:
+        if run.kept_answers is not None or run.path.is_dir():
             answers = run.answers(mode)
             require(last in answers, f"{run.name} was not evaluated after its last step")
             return answers.loc[:, last]
