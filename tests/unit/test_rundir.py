@@ -99,16 +99,17 @@ def test_finite_numbers_come_back_to_the_last_bit(run: RunDir) -> None:
 # --- resuming --------------------------------------------------------------------------------------------------------
 
 
-def _history(run: RunDir, last: int) -> None:
+def _history(run: RunDir, last: int, saved: int | None = None) -> None:
     run.append("metrics.jsonl", [{"kind": "eval", "step": 0, "eval/accuracy_greedy": 0.1}])
     for step in range(1, last + 1):
         run.append("rollouts.jsonl", [{"step": step, "completion": "a"}, {"step": step, "completion": "b"}])
         run.append("metrics.jsonl", [{"kind": "train", "step": step, "loss": step / 10}])
+        if step == saved:
+            _save(run, step)
 
 
 def test_a_resume_keeps_what_came_before_the_checkpoint_and_nothing_else(run: RunDir) -> None:
-    _history(run, 7)
-    _save(run, 5)
+    _history(run, 7, saved=5)
     with open(run.path / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "step": 8, "lo')
     with open(run.path / "rollouts.jsonl", "a") as file:
@@ -160,8 +161,7 @@ def test_a_fresh_run_resumes_at_zero(run: RunDir) -> None:
 
 
 def test_resuming_twice_changes_nothing(run: RunDir) -> None:
-    _history(run, 7)
-    _save(run, 5)
+    _history(run, 7, saved=5)
     run.resume_step()
     first = (run.path / "metrics.jsonl").read_bytes(), (run.path / "rollouts.jsonl").read_bytes()
     run.resume_step()
@@ -286,6 +286,7 @@ def test_many_differences_are_counted_and_a_few_shown(tmp_path: Path) -> None:
 
 def test_a_finished_run_keeps_its_config(tmp_path: Path) -> None:
     with RunDir(tmp_path / "run", CFG) as run:
+        _history(run, 10)
         run.finish()
     stored = (tmp_path / "run" / "config.yaml").read_bytes()
     with RunDir(tmp_path / "run", _other(save_every=1)) as run:
@@ -379,6 +380,7 @@ def test_write_atomically_leaves_the_old_or_the_new(tmp_path: Path) -> None:
 
 
 def test_done_json(run: RunDir) -> None:
+    run.last_step = 3
     assert not run.finished
     run.append("metrics.jsonl", [{"kind": "eval", "step": 0, "time": 1.0, "eval/accuracy_greedy": 0.1}])
     for step, peak in ((1, 2.0), (2, 3.5), (3, 3.0)):
@@ -410,6 +412,7 @@ def test_done_json(run: RunDir) -> None:
 
 
 def test_done_json_of_a_run_that_measured_nothing(run: RunDir) -> None:
+    run.last_step = 0
     run.finish()
     done = json.loads((run.path / "done.json").read_text())
     assert (done["final"], done["peak_memory_gib"]) == ({}, None)

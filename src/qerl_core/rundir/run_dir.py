@@ -22,12 +22,22 @@ from omegaconf import DictConfig, OmegaConf
 
 from qerl_core.checks import ConfigError, TrainingStopped
 from qerl_core.rundir.checkpoints import check_checkpoint, checkpoints, is_finished, last_checkpoint, step_of
-from qerl_core.rundir.checksums import DONE, SEALS, changed, replacing, seal, seals_of_growing, settle
+from qerl_core.rundir.checksums import DONE, SEALS, broken, changed, replacing, seal, settle
 from qerl_core.rundir.disk_errors import failure, room, size
 from qerl_core.rundir.durable import make_folder, replace, sync_tree
 from qerl_core.rundir.environment import environment
+from qerl_core.rundir.growing import GrowingFiles
 from qerl_core.rundir.locks import lock
-from qerl_core.rundir.run_checks import ELSEWHERE, check_run_dir, refuse_locked, require_same_base, vouched_seals
+from qerl_core.rundir.run_checks import (
+    ELSEWHERE,
+    RunDamaged,
+    check_run_dir,
+    lacking_steps,
+    refuse_locked,
+    require_same_base,
+    saved,
+    vouched_seals,
+)
 
 log = logging.getLogger(__name__)
 WRITING, REMOVING = ".writing", ".removing"  # a checkpoint that is not yet, or no more, there
@@ -52,6 +62,7 @@ class RunDir:
     def __init__(self, path: Path, cfg: DictConfig, elsewhere: str = ELSEWHERE) -> None:
         check_run_dir(path, cfg, elsewhere)
         self.path, self.last_step = path, cfg.get("steps")
+        self._growing = GrowingFiles(path)
         self.started = time.time()
         self.begun: float | None = self.started  # of the first attempt whose steps are kept; None if it did not say
         self.base: str | None = None  # the digest of the base weights, once they are known
@@ -75,6 +86,7 @@ class RunDir:
                 if last_checkpoint(self.path) is None:
                     (self.path / SEALS).unlink(missing_ok=True)  # it starts again
                 settle(self.path, vouched_seals(self.path))
+                self._growing.begin(SEALS)
                 self.write("config.yaml", OmegaConf.to_yaml(cfg))
             unless_it_works.pop_all()
 
@@ -108,7 +120,7 @@ class RunDir:
 
     def replacing(self, name: str) -> AbstractContextManager[Path]:
         """A path to write to; afterwards it takes the place of the file `name` of this run."""
-        return replacing(self.path, name)
+        return replacing(self.path, name, self._growing.append)
 
     def write(self, name: str, text: str) -> None:
         """Write a file of this run as a whole."""
@@ -150,8 +162,11 @@ class RunDir:
         step = 0 if checkpoint is None else step_of(checkpoint)
         vouched = vouched_seals(self.path)
         for name in ("metrics.jsonl", "rollouts.jsonl"):
+            if name in vouched and (reason := broken(self.path / name, vouched[name], quick=False, grows=True)):
+                raise RunDamaged(f"{self.path} is damaged: {reason}. {saved(self.path, name, False)}")
             sealed = vouched[name]["bytes"] if name in vouched else 0
             self._cut(self.path / name, step if checkpoint is not None else -1, sealed)
+            self._growing.begin(name)
         for begun in (WRITING, REMOVING):
             shutil.rmtree(self.path / "checkpoints" / begun, ignore_errors=True)
         for earlier in checkpoints(self.path):
@@ -196,7 +211,7 @@ class RunDir:
         files = sorted(file for file in writing.rglob("*") if file.is_file())
         manifest = {
             "files": {str(file.relative_to(writing)): seal(file) for file in files},
-            "run": seals_of_growing(self.path),
+            "run": self._growing.seals(),
         }
         (writing / "manifest.json").write_text(json.dumps(manifest, indent=1))
         sync_tree(writing)
@@ -232,13 +247,14 @@ class RunDir:
 
     def append(self, name: str, records: list[dict[str, Any]]) -> None:
         """Append JSON lines to a file of the run and flush it. Non-finite numbers become null, with a warning."""
-        with open(self.path / name, "a") as file:
-            for record in records:
-                for key, value in record.items():
-                    if isinstance(value, float) and not math.isfinite(value):
-                        log.warning("%s of step %s is %s, written as null", key, record.get("step"), value)
-                finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-                file.write(json.dumps(finite, allow_nan=False) + "\n")
+        lines = []
+        for record in records:
+            for key, value in record.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    log.warning("%s of step %s is %s, written as null", key, record.get("step"), value)
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+            lines.append(json.dumps(finite, allow_nan=False) + "\n")
+        self._growing.append(name, "".join(lines))
 
     def metrics(self) -> list[dict[str, Any]]:
         """All records of metrics.jsonl."""
@@ -253,6 +269,8 @@ class RunDir:
         """
         last = last_checkpoint(self.path)
         records = self.metrics()
+        if reason := lacking_steps(self.path, records, self.last_step):
+            raise TrainingStopped(reason)
         final = {
             key: value for record in records for key, value in record.items() if key not in ("kind", "step", "time")
         }
@@ -274,4 +292,4 @@ class RunDir:
         """
         begun = None if self.begun is None else round(self.begun, 3)
         when = {"started": begun, "ended": round(time.time(), 3), "base": self.base}
-        self.write(DONE, json.dumps(when | content | {"seals": seals_of_growing(self.path)}, indent=1))
+        self.write(DONE, json.dumps(when | content | {"seals": self._growing.seals()}, indent=1))
