@@ -20,6 +20,7 @@ from qerl_bench.engine.shared import SharedEngine
 from qerl_bench.engine.untouched import or_refused
 from qerl_bench.eval import formats
 from qerl_bench.eval.base import Evaluation, Evaluator, Score
+from qerl_bench.eval.inputs import inputs_of
 from qerl_bench.eval.record import record_evaluation
 from qerl_bench.eval.untrained import evaluation_of, key_of_untrained
 from qerl_bench.eval.validation import metrics_of_validation, reduced
@@ -125,7 +126,8 @@ def set_up(
     with phase("digest of the base weights"):
         digest = digest_of(experiment.model, base)
     origin = record_of(base)
-    run.write_environment(device, digest, experiment.model.remote_code(), world.size, origin)
+    inputs = inputs_of(experiment, base or experiment.model.folder(), origin) if world.first else None
+    run.write_environment(device, digest, experiment.model.remote_code(), world.size, origin, inputs)
     if origin is not None and (rounded := told(origin)):
         log.info(rounded)
     if device == "cpu" and experiment.model.dtype == "bfloat16" and multiplies_bf16() is False:

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -506,3 +507,66 @@ def test_no_run_continues_on_other_base_weights(tmp_path: Path) -> None:
         run.write_environment("cpu", "sha256:2e")
         run.write_environment("cpu", None)
         run.write_environment("cpu", "sha256:1f")  # as one before could not be told
+
+
+# --- what must not change between attempts, and what is kept of it ----------------------------------------------------
+
+INPUTS = {"tokenizer.json": "1f", "the training data": "2e"}
+
+
+def _attempt(path: Path, save: int | None = None, **said: Any) -> dict[str, Any]:
+    """An attempt that makes a checkpoint after the step `save`: what its env.json says."""
+    with pytest.MonkeyPatch.context() as patch, RunDir(path, CFG) as run:
+        if said:
+            patch.setattr("qerl_core.rundir.run_dir.environment", lambda device: said)
+        run.write_environment("cpu", None, inputs=said.pop("inputs", None))
+        if save is not None:
+            _save(run, save)
+        return json.loads((path / "env.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("now", "named"),
+    [
+        (INPUTS | {"tokenizer.json": "3d"}, "tokenizer.json"),
+        (INPUTS | {"the training data": "3d"}, "the training data"),
+        ({"tokenizer.json": "1f"}, "the training data"),
+        (INPUTS | {"chat_template.jinja": "4c"}, "chat_template.jinja"),
+    ],
+)
+def test_no_run_continues_with_other_files_or_data(now: dict[str, str], named: str, tmp_path: Path) -> None:
+    _attempt(tmp_path / "run", 5, code="a", inputs=INPUTS)
+    for _ in range(2):  # a refusal changes nothing
+        with pytest.raises(ConfigError, match=rf"other contents of {named}\. Put them back .*another name"):
+            _attempt(tmp_path / "run", code="a", inputs=now)
+    assert "earlier" in _attempt(tmp_path / "run", code="a", inputs=INPUTS)
+
+
+def test_files_that_an_earlier_version_did_not_record_are_not_compared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _attempt(tmp_path / "run", 5, code="a")
+    with caplog.at_level(logging.INFO, "qerl_core"):
+        _attempt(tmp_path / "run", 8, code="a", inputs=INPUTS)
+    assert "not compared" in caplog.text
+    with pytest.raises(ConfigError, match="other contents"):
+        _attempt(tmp_path / "run", code="a", inputs={})
+
+
+def test_other_code_and_packages_are_told_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the attempts whose steps are kept: the second one made none."""
+    path, torch = tmp_path / "run", {"torch": "2.12", "numpy": "2"}
+    first = _attempt(path, 5, code="a", packages=torch)
+    assert (first["after"], first["earlier"], caplog.text) == (0, [], "")
+    assert _attempt(path, code="b", packages=torch)["after"] == 5
+    assert "code (a, now b)" in caplog.text and "torch" not in caplog.text
+    caplog.clear()
+    third = _attempt(path, 8, code="a", packages=torch | {"torch": "2.13"})
+    assert "packages (torch 2.12, now 2.13)" in caplog.text and "code (" not in caplog.text
+    assert [(entry["after"], entry["packages"]["torch"]) for entry in third["earlier"]] == [(0, "2.12")]
+    assert [entry["after"] for entry in _attempt(path, code="c", packages=torch)["earlier"]] == [0, 5]
+    for folder in path.glob("checkpoints/step_*"):
+        shutil.rmtree(folder)
+    assert _attempt(path, 5, code="b", packages=torch)["earlier"] == []  # it begins again
+    caplog.clear()
+    assert _attempt(path, code="b", packages=torch)["earlier"] == [] and caplog.text == ""

@@ -182,16 +182,3 @@ def whole_lines(path: Path) -> Iterator[dict[str, Any]]:
         with suppress(ValueError, RecursionError):
             if isinstance(record := json.loads(line), dict):
                 yield record
-
-
-def require_same_base(path: Path, base: str | None) -> None:
-    """Raise ConfigError if the weights of `base` are not those of env.json in `path`, as far as both are files."""
-    file = path / "env.json"
-    earlier = read_object(file, "Delete it, and the same command makes it again").get("base") if file.exists() else None
-    if not all(str(digest).startswith("sha256:") for digest in (earlier, base)):
-        return
-    require(
-        earlier == base,
-        f"{path}: its steps so far are on the base weights {earlier}, and those of the model are now {base}. Put the "
-        "weights back (model.id, or a warm start that was made again), or give this run another name",
-    )

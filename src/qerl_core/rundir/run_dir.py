@@ -21,8 +21,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_core.checks import ConfigError, TrainingStopped
+from qerl_core.rundir.attempts import ENVIRONMENT, joined
 from qerl_core.rundir.checkpoints import check_checkpoint, checkpoints, is_finished, last_checkpoint, step_of
-from qerl_core.rundir.checksums import DONE, SEALS, broken, changed, replacing, seal, settle
+from qerl_core.rundir.checksums import DONE, SEALS, broken, replacing, seal, settle
 from qerl_core.rundir.disk_errors import failure, room, size
 from qerl_core.rundir.durable import make_folder, replace, sync_tree
 from qerl_core.rundir.environment import environment
@@ -34,7 +35,6 @@ from qerl_core.rundir.run_checks import (
     check_run_dir,
     lacking_steps,
     refuse_locked,
-    require_same_base,
     saved,
     vouched_seals,
 )
@@ -134,27 +134,24 @@ class RunDir:
         remote_code: Mapping[str, str] | None = None,
         ranks: int = 1,
         gguf: Mapping[str, Any] | None = None,
+        inputs: Mapping[str, str] | None = None,
     ) -> None:
         """Write env.json: code, packages, machine, and `base`, the digest of the base weights (`model/digest.py`).
 
         `remote_code` has the SHA-256 of each Python file that came with the model and may run; None if none may.
         `gguf` says of which GGUF file the weights are, and what they have been through; None for other models.
-        `ranks` is the number of processes that make the run. The env.json of an earlier attempt becomes env_<n>.json.
-        Raises ConfigError if there is a checkpoint on other base weights.
+        `ranks` is the number of processes that make the run, `inputs` the digests of files and data (`eval/inputs.py`)
+        by name. The env.json of an earlier attempt becomes env_<n>.json. Raises ConfigError as `joined`.
         """
         self.base = base
-        path = self.path / "env.json"
-        if last_checkpoint(self.path) is not None:
-            if reason := changed(self.path, "env.json"):
-                log.warning("%s: %s. The code and the machine of the steps so far may be unknown", self.path, reason)
-            else:
-                require_same_base(self.path, base)
+        of_model = {"base": base, "remote_code": remote_code, "gguf": gguf, "inputs": inputs}
+        given = {key: value for key, value in of_model.items() if key == "base" or value is not None}
+        said = joined(self.path, environment(device) | given | {"ranks": ranks})
+        path = self.path / ENVIRONMENT
         if path.exists():
             with self.replacing(f"env_{len(list(self.path.glob('env_*.json'))) + 1}.json") as kept:
                 shutil.copyfile(path, kept)
-        of_model = {"base": base, **({} if remote_code is None else {"remote_code": dict(remote_code)})}
-        of_model |= {} if gguf is None else {"gguf": dict(gguf)}
-        self.write("env.json", json.dumps(environment(device) | of_model | {"ranks": ranks}, indent=1))
+        self.write(ENVIRONMENT, json.dumps(said, indent=1))
 
     def resume_step(self) -> int:
         """The step of the last checkpoint, 0 without one. Deletes the records of later steps."""

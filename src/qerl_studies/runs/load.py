@@ -25,6 +25,7 @@ from qerl_core.rundir.read_files import read_config, read_object, read_table
 from qerl_core.rundir.run_checks import check_records, saved
 from qerl_studies.runs import parse
 from qerl_studies.runs.committed import LATER, TEXT, find_study
+from qerl_studies.runs.environments import block_of, codes_of, device_of
 
 Cell = tuple[str, int]  # base model and seed: runs of different settings are compared within a cell
 
@@ -34,7 +35,6 @@ BASE_KEYS = frozenset(
     {"model.seed", "model.dither", "aqn.sigma_of_base"}
 )  # config keys that select the base model, or belong to it
 PLACE_KEYS = frozenset({"model.id", "model.revision"})  # where it came from, which its digest makes irrelevant
-LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "numpy")  # those that any run may compute with
 MEASURED = ("kind", "step", "metric", "value")
 NUMERIC = dict.fromkeys(("lora_rank", "seed", "step"), "int64") | {
     "lr": "float64",
@@ -75,14 +75,13 @@ class Run:
 
     @property
     def code(self) -> str:
-        """The version of the code that made this run: the digest of its sources or, without it, the commit."""
-        env = self.environment
-        return str(env.get("code") or f"of commit {env.get('commit')}{' with changes' if env.get('dirty') else ''}")
+        """The version of the code that made this run, or those that made its steps one after the other."""
+        return ", then ".join(codes_of(self.environment))
 
     @property
     def device(self) -> str:
         """The name of the GPU, cpu, or unknown."""
-        return str(self.environment.get("gpu") or self.environment.get("device", "unknown"))
+        return device_of(self.environment)
 
     @cached_property
     def base(self) -> str:
@@ -108,12 +107,7 @@ class Run:
     @property
     def block(self) -> str:
         """Machine and library versions, which can change numbers, as far as they were recorded."""
-        packages: dict[str, Any] = self.environment.get("packages", {})
-        cpu = self.environment.get("cpu")
-        versions = [f"{name} {packages[name]}" for name in LIBRARIES if packages.get(name)]
-        if self.environment.get("gpu") and packages.get("triton"):
-            versions.append(f"triton {packages['triton']}")
-        return ", ".join([self.device, *([cpu] if cpu else []), *versions])
+        return block_of(self.environment)
 
     @cached_property
     def cell(self) -> Cell:
