@@ -260,11 +260,11 @@ def ask_untrained(setup: Setup) -> Evaluation | None:
         key = None  # codes of a text that may be another one
     with alone(key if world.first else None, locks(), "the same evaluation of an untrained policy"):
         known = world.from_first(lambda: recall(key, folder))
-        if known is not None:
+        if (earlier := evaluation_of(known, experiment.eval, experiment.task)) is not None:
             log.info(
                 "evaluated before, with equal weights, questions, options, code and card: the answers are in %s", folder
             )
-            return evaluation_of(known)
+            return earlier
         evaluation = ask(setup, experiment.eval)
         if world.first and evaluation is not None and shortages_of(policy).limits.value is None:
             remember(key, asdict(evaluation), folder)
