@@ -22,6 +22,7 @@ from qerl_core.options.fingerprint import canonical, fingerprint, flat, scientif
 from qerl_core.rundir.checkpoints import is_finished
 from qerl_core.rundir.checksums import DONE
 from qerl_core.rundir.read_files import read_config, read_object, read_table
+from qerl_core.rundir.recorded_types import RESULT, require_config, require_environment, require_kinds
 from qerl_core.rundir.run_checks import check_records, saved
 from qerl_studies.runs import parse
 from qerl_studies.runs.committed import LATER, TEXT, find_study
@@ -35,6 +36,7 @@ BASE_KEYS = frozenset(
     {"model.seed", "model.dither", "aqn.sigma_of_base"}
 )  # config keys that select the base model, or belong to it
 PLACE_KEYS = frozenset({"model.id", "model.revision"})  # where it came from, which its digest makes irrelevant
+OUT = "Leave the run out"
 MEASURED = ("kind", "step", "metric", "value")
 NUMERIC = dict.fromkeys(("lora_rank", "seed", "step"), "int64") | {
     "lr": "float64",
@@ -261,12 +263,19 @@ def load_run(path: str | os.PathLike[str], metrics: bool = True) -> Run:
     finished = is_finished(path)
     if metrics:
         check_records(path, "Or leave the run out")
+    config, environment, done = (
+        read_config(path / "config.yaml"),
+        *(_object(path, name, finished) for name in ("env.json", DONE)),
+    )
+    require_config(str(path / "config.yaml"), config, OUT)
+    require_environment(str(path / "env.json"), environment, OUT)
+    require_kinds(str(path / DONE), done, RESULT, OUT)
     return Run(
         path=path,
-        config=read_config(path / "config.yaml"),
-        environment=_object(path, "env.json", finished),
+        config=config,
+        environment=environment,
         finished=finished,
-        done=_object(path, DONE, finished),
+        done=done,
         metrics=parse.read_metrics(path / "metrics.jsonl", finished) if metrics else parse.long_table({}, {}),
     )
 
