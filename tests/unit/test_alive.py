@@ -34,6 +34,7 @@ def make(run: RunDir, *steps: int) -> None:
         run.append("rollouts.jsonl", [{"step": step, "completion": f"{step} apples"}])
         run.log("train", step, {"loss": step / 7})
         if step % 3 == 0:
+            run.mend()  # as each evaluation does, before it reads those before it
             run.write("eval.json", json.dumps([{"step": step}]))
         if step % 2 == 0:
             with run.checkpoint(step) as folder:
@@ -94,6 +95,30 @@ def test_a_change_behind_the_last_seal_is_found_by_the_next_one(tmp_path: Path) 
     (run.path / "metrics.jsonl").write_text(text.replace('"step": 3', '"step": 4'))
     assert "It is whole up to step 2: the same command continues from there" in stopped(run, 4)
     ends(run.path)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", ["config.yaml", "eval.json", "samples.parquet"])
+@pytest.mark.parametrize("again", [False, True], ids=["first attempt", "continued"])
+def test_a_file_that_the_process_still_knows_is_written_again(
+    file: str, damage: str, again: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = begun(tmp_path / "run", 1, 2, 3)
+    with run.replacing("samples.parquet") as writing:
+        writing.write_bytes(b"PAR1 12345 PAR1\n" * 9)
+    make(run, 4)
+    if again:
+        run.__exit__(None, None, None)
+        run = RunDir(tmp_path / "run", CFG)
+        assert run.resume_step() == 4
+    whole = (run.path / file).read_bytes()
+    DAMAGES[damage](run.path / file)
+    with run:
+        make(run, 5, 6)
+        run.finish()
+    assert f"{file} was deleted or changed by another program, and is written again" in caplog.text
+    assert file == "eval.json" or (run.path / file).read_bytes() == whole
+    assert (run.path / "eval.json").read_text() == '[{"step": 6}]' and load_run(run.path).finished
 
 
 @pytest.mark.parametrize("at", [0, 2])

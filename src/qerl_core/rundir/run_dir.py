@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from qerl_core.checks import ConfigError, TrainingStopped
 from qerl_core.rundir.attempts import ENVIRONMENT, joined
 from qerl_core.rundir.checkpoints import check_checkpoint, checkpoints, is_finished, last_checkpoint, step_of
 from qerl_core.rundir.checksums import DONE, SEALS, broken, replacing, seal, settle
-from qerl_core.rundir.disk_errors import failure, room, size
+from qerl_core.rundir.disk_errors import size, stopped_by_disk
 from qerl_core.rundir.durable import make_folder, replace, sync_tree
 from qerl_core.rundir.environment import environment
 from qerl_core.rundir.growing import GrowingFiles
+from qerl_core.rundir.kept_files import KeptFiles
 from qerl_core.rundir.locks import lock
 from qerl_core.rundir.run_checks import (
     ELSEWHERE,
@@ -43,26 +44,13 @@ log = logging.getLogger(__name__)
 WRITING, REMOVING = ".writing", ".removing"  # a checkpoint that is not yet, or no more, there
 
 
-def stopped_by_disk(path: Path, error: Exception) -> TrainingStopped | None:
-    """The message for a run in `path` that ends by `error`, if the disk is the reason: what it needs to continue."""
-    reason = failure(error)
-    if reason is None:
-        return None
-    newest = last_checkpoint(path)
-    needs = "" if newest is None else f"; a checkpoint takes {size(newest) / 2**20:,.1f} MiB"
-    return TrainingStopped(
-        f"{path}: {reason} ({room(path, error)}{needs}). When that is solved, the same command continues from step "
-        f"{0 if newest is None else step_of(newest)}"
-    )
-
-
 class RunDir:
     """The folder of one run, locked by this process. Use as a context manager."""
 
     def __init__(self, path: Path, cfg: DictConfig, elsewhere: str = ELSEWHERE) -> None:
         check_run_dir(path, cfg, elsewhere)
         self.path, self.last_step = path, cfg.get("steps")
-        self._growing = GrowingFiles(path)
+        self._growing, self._kept = GrowingFiles(path), KeptFiles(path)
         self.started = time.time()
         self.begun: float | None = self.started  # of the first attempt whose steps are kept; None if it did not say
         self.base: str | None = None  # the digest of the base weights, once they are known
@@ -118,9 +106,16 @@ class RunDir:
         before, now = self._joules, self._counter()
         return None if now is None or before is None or self.spent_j is None else self.spent_j + now - before
 
-    def replacing(self, name: str) -> AbstractContextManager[Path]:
+    @contextmanager
+    def replacing(self, name: str) -> Iterator[Path]:
         """A path to write to; afterwards it takes the place of the file `name` of this run."""
-        return replacing(self.path, name, self._growing.append)
+        with replacing(self.path, name, self._growing.append) as file:
+            yield file
+            self._kept.keep(name, file)
+
+    def mend(self) -> None:
+        """Write files again that another program has deleted or damaged, as far as this process knows them."""
+        self._kept.mend(self.replacing)
 
     def write(self, name: str, text: str) -> None:
         """Write a file of this run as a whole."""
@@ -155,6 +150,7 @@ class RunDir:
 
     def resume_step(self) -> int:
         """The step of the last checkpoint, 0 without one. Deletes the records of later steps."""
+        self._kept.begin()
         checkpoint = last_checkpoint(self.path)
         step = 0 if checkpoint is None else step_of(checkpoint)
         vouched = vouched_seals(self.path)
@@ -201,6 +197,7 @@ class RunDir:
     @contextmanager
     def checkpoint(self, step: int) -> Iterator[Path]:
         """An empty folder to fill; afterwards it is sealed with a manifest and renamed to checkpoints/step_<step>."""
+        self.mend()
         writing = self.path / "checkpoints" / WRITING
         shutil.rmtree(writing, ignore_errors=True)
         make_folder(writing)
@@ -287,6 +284,7 @@ class RunDir:
 
         `started` and `ended` are unix seconds; a run that paused took less between them.
         """
+        self.mend()
         begun = None if self.begun is None else round(self.begun, 3)
         when = {"started": begun, "ended": round(time.time(), 3), "base": self.base}
         self.write(DONE, json.dumps(when | content | {"seals": self._growing.seals()}, indent=1))
