@@ -114,11 +114,12 @@ def require_places(experiment: Experiment, world: World, trains: bool = True) ->
 
 @contextmanager
 def set_up(
-    experiment: Experiment, engine: EngineSpec, run: RunDir, device: str, world: World = ALONE
+    experiment: Experiment, engine: EngineSpec, run: RunDir, device: str, world: World = ALONE, trains: bool = True
 ) -> Iterator[Setup]:
     """The untrained policy of `experiment` and an engine that samples from it, with all ranks of `world`.
 
-    Writes env.json and preflight.json. Raises ConfigError if the policy fails a check of `model/preflight.py`.
+    Writes env.json, with the inputs of a run that `trains`, and preflight.json. Raises ConfigError if the policy fails
+    a check of `model/preflight.py`.
     """
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()  # on a pipe lines tell what goes on
@@ -126,7 +127,8 @@ def set_up(
     with phase("digest of the base weights"):
         digest = digest_of(experiment.model, base)
     origin = record_of(base)
-    inputs = inputs_of(experiment, base or experiment.model.folder(), origin) if world.first else None
+    recorded = trains and world.first
+    inputs = inputs_of(experiment, base or experiment.model.folder(), origin) if recorded else None
     run.write_environment(device, digest, experiment.model.remote_code(), world.size, origin, inputs)
     if origin is not None and (rounded := told(origin)):
         log.info(rounded)

@@ -134,6 +134,30 @@ def test_a_folder_that_is_put_back_as_it_was_before(at: int, tmp_path: Path) -> 
     ends(run.path)
 
 
+def a_folder_there(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lambda folder: shutil.rmtree(folder), "cannot be written any more|was deleted or moved"),
+        (lambda folder: folder.rename(folder.with_name("moved")), "cannot be written any more|was deleted or moved"),
+        (lambda folder: a_folder_there(folder / "metrics.jsonl"), "cannot be written any more"),
+        (lambda folder: a_folder_there(folder / "rollouts.jsonl"), "cannot be written any more"),
+    ],
+    ids=["deleted", "moved", "a folder for metrics", "a folder for rollouts"],
+)
+@pytest.mark.parametrize("steps", [(3, 4, 5, 6), (4, 5, 6)], ids=["before a line", "before a line and a checkpoint"])
+def test_a_folder_that_goes_ends_the_run_in_words(
+    harm: Callable[[Path], object], says: str, steps: tuple[int, ...], tmp_path: Path
+) -> None:
+    run = begun(tmp_path / "run", *range(1, steps[0]))
+    harm(run.path)
+    assert re.search(says, stopped(run, *steps))
+
+
 def test_a_file_that_changes_before_the_first_step_of_a_continued_run(tmp_path: Path) -> None:
     begun(tmp_path / "run", 1, 2, 3).__exit__(None, None, None)
     with RunDir(tmp_path / "run", CFG) as run:  # loads its model now

@@ -83,5 +83,5 @@ def prompt_text(prompt: Prompt) -> list[Any]:
 def _digest(parts: Iterable[Any]) -> str:
     state = hashlib.sha256()
     for part in parts:
-        state.update(json.dumps(part, sort_keys=True).encode() + b"\n")
+        state.update(json.dumps(part, sort_keys=True, default=str).encode() + b"\n")
     return state.hexdigest()

@@ -18,7 +18,10 @@ from qerl_core.rundir.read_files import read_object
 
 log = logging.getLogger(__name__)
 ENVIRONMENT = "env.json"
-MADE_WITH = ("code", "own_code", "packages", "device", "cpu", "gpu")  # what steps may differ in, and numbers with them
+MADE_WITH = (  # what steps may differ in, and numbers with them
+    *("code", "own_code", "packages", "python"),
+    *("device", "cpu", "gpu", "driver", "kernel_tables", "threads"),
+)
 KEPT = ("after", "commit", "dirty", *MADE_WITH)  # of an earlier attempt
 BACK = "(model.id, task.*_file, or a warm start that was made again), or give this run another name"
 

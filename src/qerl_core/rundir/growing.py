@@ -31,7 +31,11 @@ class GrowingFiles:
         """Add whole lines and flush them. Raises TrainingStopped if they are not behind what this process knows."""
         if name not in self._begun:
             self.begin(name)
-        self._require(name, self._begun[name].append(text))
+        try:
+            reason = self._begun[name].append(text)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            reason = f"it cannot be written any more ({error.strerror})"
+        self._require(name, reason)
 
     def seals(self) -> dict[str, dict[str, Any]]:
         """The seals of all, which the disk holds then. Raises TrainingStopped unless each is as it was written."""

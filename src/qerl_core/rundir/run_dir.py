@@ -84,6 +84,8 @@ class RunDir:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Release the lock."""
         self._lock.close()
+        if isinstance(error, FileNotFoundError) and not self.path.is_dir():
+            raise TrainingStopped(f"{self.path} was deleted or moved while this run was alive: {error}") from error
         if isinstance(error, Exception) and (stopped := stopped_by_disk(self.path, error)):
             raise stopped from error
 
