@@ -35,10 +35,10 @@ def joined(path: Path, now: Mapping[str, Any]) -> dict[str, Any]:
     checkpoint, file = last_checkpoint(path), path / ENVIRONMENT
     after = 0 if checkpoint is None else step_of(checkpoint)
     before: dict[str, Any] = {}
-    if checkpoint is not None and file.exists():
+    if checkpoint is not None:
         if reason := changed(path, ENVIRONMENT):
             log.warning("%s: %s. The code and the machine of the steps so far may be unknown", path, reason)
-        else:
+        elif file.exists():
             before = read_object(file, "Delete it, and the same command makes it again")
     if before:
         require_same_base(path, before.get("base"), now.get("base"))
