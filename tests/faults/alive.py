@@ -127,8 +127,8 @@ def changed(named: str | None, harm: Harm, case: Case) -> Outcome:
     files = [f"task.{name}_file='{path}/{name}.jsonl'" for name in ("train", "eval")]
     words = ["task=gsm8k", "task.max_completion_tokens=6", *files, "eval.questions=8"]
 
-    def attempt(*more: Any) -> Ended:
-        return hub.attempt(*(more or (None,)), *words)
+    def attempt(sabotage: Callable[[], object] | None = None) -> Ended:
+        return hub.attempt(sabotage, *words)
 
     undisturbed = attempt()
     if undisturbed.code != 0:

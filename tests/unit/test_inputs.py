@@ -124,11 +124,12 @@ def test_questions_that_a_package_generates_count(make_config: Callable[..., Any
     experiment = build(make_config())
     before = inputs_of(experiment, None, None)
 
-    class Other(type(experiment.task)):  # type: ignore[misc]
-        def _prompts(self, *given: Any) -> Any:
-            return [replace(prompt, answer="1") for prompt in super()._prompts(*given)]
-
-    after = inputs_of(replace(experiment, task=Other(**vars(experiment.task))), None, None)
+    task: Any = replace(experiment.task)
+    others = {name: getattr(task, name) for name in ("train_prompts", "eval_prompts")}
+    for name, prompts in others.items():
+        ask = lambda *given, prompts=prompts: [replace(prompt, answer="1") for prompt in prompts(*given)]  # noqa: E731
+        object.__setattr__(task, name, ask)
+    after = inputs_of(replace(experiment, task=task), None, None)
     assert before.keys() == after.keys() == {"the training data", "the held-out data"}
     assert not before.items() & after.items()
 

@@ -22,6 +22,7 @@ from qerl_core.checks import ConfigError
 from qerl_core.rundir.checkpoints import check_checkpoint, is_finished, last_checkpoint
 from qerl_core.rundir.durable import write_atomically
 from qerl_core.rundir.environment import code_digest, computing_files, cpu_name
+from qerl_core.rundir.recorded_types import require_environment
 from qerl_core.rundir.run_checks import check_run_dir
 from qerl_core.rundir.run_dir import RunDir
 from qerl_kernels import decode_configs
@@ -551,6 +552,16 @@ def test_files_that_an_earlier_version_did_not_record_are_not_compared(
     assert "not compared" in caplog.text
     with pytest.raises(ConfigError, match="other contents"):
         _attempt(tmp_path / "run", code="a", inputs={})
+
+
+def test_what_an_earlier_version_did_not_record_of_an_attempt_is_left_out(tmp_path: Path) -> None:
+    """So whoever reads the run finds values of their kinds (`recorded_types.py`)."""
+    with RunDir(tmp_path / "run", CFG) as run:
+        run.write("env.json", json.dumps({"code": "a", "device": "cpu"}))
+        _save(run, 5)
+    (entry,) = _attempt(tmp_path / "run", code="b", device="cpu")["earlier"]
+    assert entry == {"after": 0, "code": "a", "device": "cpu"}
+    require_environment("env.json", json.loads((tmp_path / "run" / "env.json").read_text()), "")
 
 
 def test_other_code_and_packages_are_told_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,7 @@ READ = (  # of a model's folder, beside weights: what transformers reads, or may
     *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template*", "*.jinja", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.py"),
 )
-UNASKED = object()  # questions of an evaluation that asks the task nothing
+UNASKED: Any = object()  # questions of an evaluation that asks the task nothing
 WRITTEN_BY = ("transformers_version", "_name_or_path")  # keys that say who wrote a config, not what it says
 
 

@@ -200,9 +200,10 @@ def _may_rename(override: Override) -> bool:
 
 def _names(override: Override) -> bool:
     """Whether this gives an axis names, if it gives it a list: Hydra fails for lists of anything else."""
-    value = None if override.is_sweep_override() else override.value()
-    listed = isinstance(value, list) and (CONF_DIR / override.key_or_group).is_dir()
-    return not listed or (value != [] and all(isinstance(one, str) for one in value))
+    value: object = None if override.is_sweep_override() else override.value()
+    if not isinstance(value, list) or not (CONF_DIR / override.key_or_group).is_dir():
+        return True
+    return value != [] and all(isinstance(one, str) for one in value)
 
 
 def _is_choice(override: Override) -> bool:

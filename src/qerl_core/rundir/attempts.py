@@ -44,7 +44,7 @@ def joined(path: Path, now: Mapping[str, Any]) -> dict[str, Any]:
         require_same_base(path, before.get("base"), now.get("base"))
         require_same_inputs(path, before.get("inputs"), now.get("inputs"))
     attempts = [entry for entry in [*before.get("earlier", []), before] if entry and entry.get("after", 0) < after]
-    earlier = [{key: entry.get(key) for key in KEPT} for entry in attempts]
+    earlier = [{"after": 0} | {key: entry[key] for key in KEPT if key in entry} for entry in attempts]
     return {**now, "after": after, "earlier": [entry for entry in earlier if told(path, entry, now)]}
 
 
