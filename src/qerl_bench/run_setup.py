@@ -20,6 +20,7 @@ from qerl_bench.engine.shared import SharedEngine
 from qerl_bench.engine.untouched import or_refused
 from qerl_bench.eval import formats
 from qerl_bench.eval.base import Evaluation, Evaluator, Score
+from qerl_bench.eval.inputs import inputs_of
 from qerl_bench.eval.record import record_evaluation
 from qerl_bench.eval.untrained import evaluation_of, key_of_untrained
 from qerl_bench.eval.validation import metrics_of_validation, reduced
@@ -113,11 +114,12 @@ def require_places(experiment: Experiment, world: World, trains: bool = True) ->
 
 @contextmanager
 def set_up(
-    experiment: Experiment, engine: EngineSpec, run: RunDir, device: str, world: World = ALONE
+    experiment: Experiment, engine: EngineSpec, run: RunDir, device: str, world: World = ALONE, trains: bool = True
 ) -> Iterator[Setup]:
     """The untrained policy of `experiment` and an engine that samples from it, with all ranks of `world`.
 
-    Writes env.json and preflight.json. Raises ConfigError if the policy fails a check of `model/preflight.py`.
+    Writes env.json, with the inputs of a run that `trains`, and preflight.json. Raises ConfigError if the policy fails
+    a check of `model/preflight.py`.
     """
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()  # on a pipe lines tell what goes on
@@ -125,7 +127,9 @@ def set_up(
     with phase("digest of the base weights"):
         digest = digest_of(experiment.model, base)
     origin = record_of(base)
-    run.write_environment(device, digest, experiment.model.remote_code(), world.size, origin)
+    recorded = trains and world.first
+    inputs = inputs_of(experiment, base or experiment.model.folder(), origin) if recorded else None
+    run.write_environment(device, digest, experiment.model.remote_code(), world.size, origin, inputs)
     if origin is not None and (rounded := told(origin)):
         log.info(rounded)
     if device == "cpu" and experiment.model.dtype == "bfloat16" and multiplies_bf16() is False:
@@ -258,11 +262,11 @@ def ask_untrained(setup: Setup) -> Evaluation | None:
         key = None  # codes of a text that may be another one
     with alone(key if world.first else None, locks(), "the same evaluation of an untrained policy"):
         known = world.from_first(lambda: recall(key, folder))
-        if known is not None:
+        if (earlier := evaluation_of(known, experiment.eval, experiment.task)) is not None:
             log.info(
                 "evaluated before, with equal weights, questions, options, code and card: the answers are in %s", folder
             )
-            return evaluation_of(known)
+            return earlier
         evaluation = ask(setup, experiment.eval)
         if world.first and evaluation is not None and shortages_of(policy).limits.value is None:
             remember(key, asdict(evaluation), folder)

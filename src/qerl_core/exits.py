@@ -16,7 +16,7 @@ from hydra.errors import OverrideParseException
 
 from qerl_core.checks import ConfigError, RunLocked, TrainingStopped
 from qerl_core.options.suggestions import unread
-from qerl_core.process.arguments import wrap_lines
+from qerl_core.process.arguments import printable, wrap_lines
 from qerl_core.process.out_of_memory import shortage
 from qerl_core.process.terminal import lasting_output
 from qerl_core.process.termination import Terminated, end_quietly, terminations_raise
@@ -81,7 +81,7 @@ def noted(stop: BaseException, otherwise: str) -> str:
 def one_line_warnings() -> Iterator[None]:
     """Print warnings as one line each, without the place in the code."""
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_place, **_more: print(message, file=sys.stderr)
+        warnings.showwarning = lambda message, *_place, **_more: print(printable(str(message)), file=sys.stderr)
         yield
 
 

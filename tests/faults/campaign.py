@@ -26,7 +26,7 @@ from qerl_bench.sweep.check import check_point
 from qerl_core.options.composer import Composer
 from tests.faults import foreign
 from tests.faults.attempt import attempt, preload, write_modules
-from tests.faults.kinds import Fault, all_faults
+from tests.faults.kinds import IN_WORDS, Fault, all_faults, harmless
 from tests.faults.run import WORDS, Case, Lost, Outcome, Stock, checked, drawing_nothing, numbers
 from tests.faults.sabotage import count_operations, killed
 
@@ -176,20 +176,30 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seed", type=int, default=0, help="chooses the faults")
     parser.add_argument("--kinds", nargs="*", default=[], help="only kinds whose name contains one of these words")
+    parser.add_argument("--harmless", action="store_true", help="one fault of each kind that does no harm")
     parser.add_argument("--out", type=Path, help=f"page whose part behind {BEGIN} becomes the table, or a new file")
     parser.add_argument("--resume", action="store_true", help="let happen only what faults.csv beside --out lacks")
     chosen = parser.parse_args()
+    records_file = chosen.out and chosen.out.with_name("faults.csv")
+    if chosen.out and chosen.out.name == records_file.name:
+        parser.error(
+            f"--out {chosen.out} is the name of the record beside it: give the page another one, such as page.md"
+        )
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)  # of Python 3.12
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup and shells in the background have ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    records = Records(chosen.out and chosen.out.with_name("faults.csv"), chosen.resume)
+    records = Records(records_file, chosen.resume)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         place = Path(folder).resolve()
         stock = prepare(place)
         kinds = all_faults(stock, random.Random(chosen.seed))
+        if chosen.harmless:
+            untried = kinds.keys() - harmless().keys() - IN_WORDS
+            assert not untried, f"harmless() has none of {untried}"
+            kinds = harmless()
         if chosen.kinds:
             kinds = {kind: kinds[kind] for kind in kinds if any(word in kind for word in chosen.kinds)}
         happened = records.happened()

@@ -1,6 +1,6 @@
 """What can happen to a file: each function damages the file it is given, and changes at least one byte of it.
 
-`DAMAGES` holds them by name.
+`DAMAGES` holds them by name, `HARMS` with one that changes nothing.
 """
 
 from __future__ import annotations
@@ -57,3 +57,11 @@ def binary(path: Path) -> None:
 DAMAGES: dict[str, Callable[[Path], None]] = {
     function.__name__: function for function in (cut, empty, delete, drop_line, flip_digit, zeros, binary)
 }
+
+
+def nothing(path: Path) -> None:
+    """Read the file, and leave it as it is."""
+    path.stat()
+
+
+HARMS = DAMAGES | {nothing.__name__: nothing}

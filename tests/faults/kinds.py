@@ -27,12 +27,25 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.faults import sabotage
+from tests.faults.alive import between_attempts, changed, damaged_evaluation, evaluations, harmed_alive, while_alive
 from tests.faults.attempt import Attempt, Ended, Sabotage
-from tests.faults.damage import DAMAGES
-from tests.faults.foreign import folders, gguf_files, preflights
-from tests.faults.leases import leases
-from tests.faults.ranks import ranks
-from tests.faults.run import SURVIVED, Case, Lost, Outcome, Stock, checked, drawing_nothing, numbers, require_killed
+from tests.faults.damage import DAMAGES, HARMS, nothing
+from tests.faults.foreign import folder, folders, gguf, gguf_files, preflights
+from tests.faults.leases import killed, leases
+from tests.faults.ranks import continued, ranks
+from tests.faults.run import (
+    SURVIVED,
+    Case,
+    Lost,
+    Outcome,
+    Stock,
+    checked,
+    drawing_nothing,
+    numbers,
+    remedy,
+    require_killed,
+    require_whole,
+)
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (str(ROOT / "src"), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")]))
@@ -90,6 +103,9 @@ def all_faults(stock: Stock, draw: random.Random) -> dict[str, list[Fault]]:
             if (stock.path / state / file).is_file() and (stock.path / state / file).stat().st_size
             for damage in DAMAGES
         },
+        "file of a live run": while_alive(),
+        "changed since a kill": between_attempts(),
+        "damaged evaluation": evaluations(),
         "damaged warm start": {
             f"{file}: {damage}": partial(damaged_base, file, damage) for file in BASE_FILES for damage in DAMAGES
         },
@@ -136,6 +152,44 @@ def all_faults(stock: Stock, draw: random.Random) -> dict[str, list[Fault]]:
         "vLLM's process": {"killed, hung": partial(skipped, "vLLM's process killed or hung: not tried here")},
     }
     return {kind: [Fault(kind, place, happen) for place, happen in of_kind.items()] for kind, of_kind in places.items()}
+
+
+IN_WORDS = {  # kinds that owe words even where the run goes on, and those that are tried elsewhere
+    *("signal", "full disk", "out of memory, simulated", "not finite", "logger", "sweep killed", "preflight"),
+    *("GPU out of memory", "vLLM's process"),
+}
+
+
+def harmless() -> dict[str, list[Fault]]:
+    """One fault of each kind but IN_WORDS that does no harm, which a run must survive: a kind in which it does not
+    tests nothing."""
+    never, huge = 10**9, 2**40
+    places: dict[str, Callable[[Case], Outcome]] = {
+        "kill before a file operation": partial(kill, [never]),
+        "kill twice": partial(kill, [never, never]),
+        "kill in a write": partial(kill_in_write, huge),
+        "kill at a random time": partial(kill_later, 0.0),
+        "power loss": partial(power_loss, never, 0),
+        "two processes": partial(two, 0.0),
+        "file size limit": partial(too_large, huge),
+        "failing disk": partial(failing_disk, never, errno.EIO, 1),
+        "failing sync": partial(failing_sync, never),
+        "damaged file": partial(damaged, "unfinished", "metrics.jsonl", nothing.__name__),
+        "file of a live run": partial(harmed_alive, "metrics.jsonl", 3, nothing),
+        "changed since a kill": partial(changed, None, nothing),
+        "damaged evaluation": partial(damaged_evaluation, nothing),
+        "damaged warm start": partial(damaged_base, "model/config.json", nothing.__name__),
+        "clock jump": partial(clock, 1, 0.0),
+        "surroundings": partial(unharmed, lambda: None),
+        "little memory": partial(little_memory, 2**30),
+        "data": partial(data, "question", "What is 4 + 1?"),
+        "process of its own": OWN_PROCESS["as users start it"],
+        "lease": partial(killed, never),
+        "rank": partial(continued, size=2),
+        "GGUF file": partial(gguf, nothing),
+        "folder of others": partial(folder, nothing, "config.json"),
+    }
+    return {kind: [Fault(kind, "no harm", happen)] for kind, happen in places.items()}
 
 
 def pairs(first: Callable[[], int], second: Callable[[], int], count: int) -> list[tuple[int, int]]:
@@ -260,26 +314,9 @@ def failing_sync(number: int, case: Case) -> Outcome:
 # Damaged files. They are refused by name, and what the message says to do helps; or they are made again.
 
 
-def remedy(case: Case, said: str, file: str) -> None:
-    """Do what the message of a refusal says."""
-    folder = case.folder
-    if found := re.search(r"step_\d+", said) if "Delete this folder" in said else None:
-        shutil.rmtree(folder / "checkpoints" / found[0])
-        if "done.json" in said.partition("Delete")[2]:
-            (folder / "done.json").unlink()
-    elif found := re.search(r"[Dd]elete ([\w./, ]+?),? and the same command", said):
-        for name in re.split(r",| and ", found[1]):
-            path = folder / (file if name.strip() == "it" else name.strip())
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    elif "delete the folder to run it again" in said:
-        shutil.rmtree(folder)
-    else:
-        raise Lost(f"no remedy: {said}")
-
-
 def damaged(state: str, file: str, damage: str, case: Case) -> Outcome:
     folder = case.copy(state)
-    DAMAGES[damage](folder / file)
+    HARMS[damage](folder / file)
     ended = case.attempt()
     if ended.code == 0:
         case.require_numbers()
@@ -299,19 +336,6 @@ def damaged(state: str, file: str, damage: str, case: Case) -> Outcome:
     return case.ends(said=said)
 
 
-def require_whole(folder: Path) -> None:
-    """Raise Lost if a run that was taken for whole is not. Of its checkpoints only the last one is read by anybody."""
-    from qerl_core.checks import ConfigError
-    from qerl_core.rundir.checkpoints import check_checkpoint, last_checkpoint
-    from qerl_core.rundir.run_checks import check_records
-
-    try:
-        check_records(folder, "")
-        check_checkpoint(last_checkpoint(folder) or folder)
-    except ConfigError as error:
-        raise Lost(f"undetected: {error}") from error
-
-
 def damaged_base(file: str, damage: str, case: Case) -> Outcome:
     """A warm start that is damaged in the cache is made again, in a fork in the place of its process."""
     warm = ("model.warm_start_steps=1", "lora.rank=2")  # not the numbers of the other runs
@@ -321,7 +345,7 @@ def damaged_base(file: str, damage: str, case: Case) -> Outcome:
     expected = numbers(case.folder)
     shutil.rmtree(case.folder)
     (checkpoint,) = case.root.glob("cache/runs/*/checkpoints/step_*")
-    DAMAGES[damage](checkpoint / file)
+    HARMS[damage](checkpoint / file)
     ended = case.attempt(forking_children, *warm)
     if ended.code != 0:
         said = case.in_words(ended, 1, 2)
@@ -354,7 +378,7 @@ def forking_children() -> None:
         def send_signal(self, signum: int) -> None:
             self.attempt.send(signum)
 
-    model_setup.Child = Child
+    model_setup.base_checkpoint.__defaults__ = (Child,)  # which every importer of the function calls it with
     model_setup.run_command = lambda: ["run"]
 
 

@@ -13,9 +13,11 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from tests.faults import sabotage
 from tests.faults.attempt import Attempt
+from tests.faults.damage import DAMAGES
 from tests.faults.run import SURVIVED, Case, Lost, Outcome, checked, drawing_nothing, require_killed
 
 BEAT_S, STALE_S = 0.2, 2.0
@@ -26,6 +28,7 @@ def leases(operations: Sequence[int], draw: random.Random) -> dict[str, Callable
     def some(count: int) -> list[int]:
         return sorted(draw.sample(operations, min(count, len(operations))))
 
+    damages = [(n, name, harm) for n in some(2) for name, harm in DAMAGES.items() if name != "delete"]
     return {
         **{
             f"{count} machines, {ms} ms apart, {files}": partial(together, count, ms / 1000, files)
@@ -34,6 +37,10 @@ def leases(operations: Sequence[int], draw: random.Random) -> dict[str, Callable
             for ms in (0, *draw.sample(range(2000), 5))
         },
         **{f"machine killed at operation {n}": partial(killed, n) for n in some(40)},
+        **{
+            f"machine killed at operation {n}, its lease {name}": partial(killed, n, harm=harm)
+            for n, name, harm in damages
+        },
         **{f"machine suspended at operation {n}": partial(suspended, n) for n in some(40)},
         **{
             f"machine {seconds / YEAR_S:+.6g} years ahead, {ms} ms apart": partial(ahead, seconds, ms / 1000)
@@ -107,9 +114,12 @@ def ahead(clock_s: float, seconds: float, case: Case) -> Outcome:
     return one_ran(case, [first, machine(case, "b", partial(on_machine, case, "b", clock_s=clock_s))])
 
 
-def killed(number: int, case: Case) -> Outcome:
-    """Another machine is told to wait while the lease seems alive, and then continues the run."""
+def killed(number: int, case: Case, harm: Callable[[Path], object] = Path.exists) -> Outcome:
+    """Another machine is told to wait while the lease seems alive, and then continues the run; before, `harm` is done
+    to the lease that the killed one has left, if it has."""
     require_killed(checked(machine(case, "a", partial(sabotage.killed_at_operation, case.root, number)).wait()))
+    if (lease := case.folder / ".lock.lease").exists():
+        harm(lease)
     end = time.monotonic() + 20 * STALE_S
     while (ended := checked(machine(case, "b").wait())).code == os.EX_TEMPFAIL and time.monotonic() < end:
         time.sleep(STALE_S / 2)

@@ -184,3 +184,33 @@ def drawing_nothing(sabotage: Sabotage | None) -> Callable[[], None]:
             sabotage()
 
     return both
+
+
+def remedy(case: Case, said: str, file: str) -> None:
+    """Do what the message of a refusal says."""
+    folder = case.folder
+    if found := re.search(r"step_\d+", said) if "Delete this folder" in said else None:
+        shutil.rmtree(folder / "checkpoints" / found[0])
+        if "done.json" in said.partition("Delete")[2]:
+            (folder / "done.json").unlink()
+    elif found := re.search(r"[Dd]elete ([\w./, ]+?),? and the same command", said):
+        for name in re.split(r",| and ", found[1]):
+            path = folder / (file if name.strip() == "it" else name.strip())
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    elif "delete the folder to run it again" in said:
+        shutil.rmtree(folder)
+    else:
+        raise Lost(f"no remedy: {said}")
+
+
+def require_whole(folder: Path) -> None:
+    """Raise Lost if a run that was taken for whole is not. Of its checkpoints only the last one is read by anybody."""
+    from qerl_core.checks import ConfigError
+    from qerl_core.rundir.checkpoints import check_checkpoint, last_checkpoint
+    from qerl_core.rundir.run_checks import check_records
+
+    try:
+        check_records(folder, "")
+        check_checkpoint(last_checkpoint(folder) or folder)
+    except ConfigError as error:
+        raise Lost(f"undetected: {error}") from error

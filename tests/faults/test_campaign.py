@@ -15,13 +15,31 @@ PAGE = ROOT / "docs" / "reliability.md"
 SAMPLE = ["--faults", "3", "--kinds", "kill before", "power", "failing disk"]
 
 
+def campaign(programs: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [programs / "python", "-m", "tests.faults.campaign", *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+
+
 @pytest.mark.slow
 def test_a_sample_of_faults(programs: Path) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [programs / "python", "-m", "tests.faults.campaign", *SAMPLE]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = campaign(programs, *SAMPLE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| all | 3 |" in done.stdout
+
+
+@pytest.mark.slow
+def test_each_kind_survives_a_fault_that_does_no_harm(programs: Path) -> None:
+    """One in which a run does not would lose, or refuse, whatever happens to it, and so test nothing."""
+    done = campaign(programs, "--harmless")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| all | 23 | 23 | 0 | 0 | 0 |" in done.stdout
+
+
+def test_the_page_of_a_campaign_is_not_its_record(programs: Path, tmp_path: Path) -> None:
+    done = campaign(programs, "--out", tmp_path / "faults.csv")
+    assert done.returncode == 2 and "is the name of the record beside it" in done.stderr
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl_bench.config import build, compose
 from qerl_bench.model.digest import digest_of, file_digest, name_of_base
+from qerl_bench.model.gguf import convert
 from qerl_bench.model.gguf.convert import converted, record_of, told
 from qerl_bench.model.gguf.header import _read
 from qerl_bench.model.gguf.rope import FREQUENCIES
@@ -213,6 +214,34 @@ def test_another_file_of_the_same_name_and_size_is_converted_anew(
     assert second != first
     before, after = ((folder / "model.safetensors").read_bytes() for folder in (first, second))
     assert before != after
+
+
+@pytest.mark.parametrize("how", ["replaced", "written to", "given another time"])
+def test_a_file_that_changes_while_it_is_converted_is_refused_and_then_converted_whole(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its digest is that of the weights that were read, whoever takes its place."""
+    file = write(tmp_path / "x.gguf", model_of("qwen2"))
+    other = write(tmp_path / "other.gguf", model_of("qwen2"), "Q8_0")
+    write_weights = convert._write_weights
+
+    def change(*given: Any) -> None:
+        write_weights(*given)
+        if how == "replaced":
+            os.replace(other, file)
+        elif how == "written to":
+            with open(file, "r+b") as opened:
+                opened.seek(-4, os.SEEK_END)
+                opened.write(b"abcd")
+        else:
+            os.utime(file, ns=(0, 10**18))
+
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"x\.gguf was changed while it was read"):
+        patch.setattr(convert, "_write_weights", change)
+        hub(file).converted(tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    record = record_of(hub(file).converted(tmp_path / "cache"))
+    assert record is not None and record["digest"] == f"sha256:{file_digest(file)[:16]}"
 
 
 def test_a_conversion_that_was_killed_is_made_again(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_a_checkpoint_and_what_it_vouches_for(tmp_path: Path, events: list[str])
 
 def test_a_file_its_seal_and_its_name(tmp_path: Path, events: list[str]) -> None:
     with run_dir(tmp_path / "run") as run:
-        run.log("eval", 1, {"accuracy": 1.0})
+        run.log("train", 1, {"loss": 1.0})
         events.clear()
         run.write("eval.json", "{}")
         assert events == ["sync .eval.json.writing", "sync seals.jsonl", "rename eval.json", "sync run"]

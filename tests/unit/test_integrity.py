@@ -192,7 +192,7 @@ def test_a_run_from_before_seals_is_read_with_one_line(
     for file in folder.glob("checkpoints/*/manifest.json"):
         entries = json.loads(file.read_text())["files"]
         file.write_text(json.dumps({name: entry["sha256"] for name, entry in entries.items()}))
-    with caplog.at_level(logging.INFO, "qerl_bench"):
+    with caplog.at_level(logging.INFO, "qerl_core"):
         load_run(folder)
     assert sum("before seals" in record.message for record in caplog.records) == 1
     (folder / DONE).unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,7 +35,7 @@ if held is not None:
 @pytest.fixture
 def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """peer(path, machine, stale_s): a process that takes a lock, says so, and releases it when told."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(lease.__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(lease.__file__).parents[2]))
     started: list[subprocess.Popen[str]] = []
 
     def start(path: Path, machine: str, stale_s: float = 60) -> subprocess.Popen[str]:
@@ -135,9 +136,57 @@ def test_who_was_suspended_for_too_long_ends_when_it_wakes(tmp_path: Path, peer)
     assert said(second) == "held"
     first.send_signal(signal.SIGCONT)
     assert first.wait(60) == os.EX_TEMPFAIL
-    assert "was taken over" in first.stderr.read()
+    assert re.search(rf"\.lock\.lease: it is that of another process now .*pid {second.pid}", first.stderr.read())
     assert f"pid {second.pid}" in (tmp_path / ".lock.lease").read_text()
     released(second)
+
+
+BAD = {"empty": b"", "zeros": bytes(60), "no text": b"\xff\xfe\x80 pid", "half": b"node, pid 4", "one word": b"a\nb\n"}
+
+
+@pytest.mark.parametrize("content", BAD.values(), ids=BAD)
+def test_a_lease_that_cannot_be_read_is_nobodys_and_ends_when_it_is_stale(
+    content: bytes, tmp_path: Path, no_locks: None
+) -> None:
+    path = tmp_path / ".lock"
+    path.touch()
+    file = lease.lease_of(path)
+    file.write_bytes(content)
+    assert locks.lock(path) is None and "does not name" in str(locks.holder(path))
+    server = lease.server_time(tmp_path)
+    os.utime(file, (server - 200, server - 200))
+    assert locks.holder(path) is None
+    held = locks.lock(path)
+    assert held is not None and lease.is_readable(file.read_text())
+    held.close()
+
+
+@pytest.mark.parametrize("content", [None, *BAD.values()], ids=["deleted", *BAD])
+def test_a_holder_makes_a_lease_again_that_was_deleted_or_damaged(content: bytes | None, tmp_path: Path, peer) -> None:
+    path, file = tmp_path / ".lock", tmp_path / ".lock.lease"
+    first = peer(path, "a")
+    assert said(first) == "held"
+    text = file.read_text()
+    file.unlink() if content is None else file.write_bytes(content)
+    end = time.monotonic() + 30
+    while not file.exists() or lease.read(file) != text:
+        assert time.monotonic() < end and first.poll() is None
+        time.sleep(0.02)
+    second = peer(path, "b")
+    assert said(second) == "none"
+    released(first)
+    assert [left.name for left in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_holder_whose_folder_was_replaced_says_so(tmp_path: Path, peer) -> None:
+    (tmp_path / "run").mkdir()
+    first = peer(tmp_path / "run" / ".lock", "a")
+    assert said(first) == "held"
+    (tmp_path / "new").mkdir()
+    (tmp_path / "run").rename(tmp_path / "old")
+    (tmp_path / "new").rename(tmp_path / "run")
+    assert first.wait(60) == os.EX_TEMPFAIL
+    assert "the folder was replaced by another one" in first.stderr.read()
 
 
 def test_a_file_system_without_locks_is_guarded_by_the_lease(

@@ -8,6 +8,7 @@ import pytest
 from hydra.errors import HydraException
 
 from qerl_core.checks import ConfigError, RunLocked, TrainingStopped
+from qerl_core.options.composer import Composer
 from qerl_core.process.failure import failure_in_log
 from qerl_core.rundir.locks import lock
 from qerl_core.rundir.refusals import RECORDS, nothing_left_if_refused
@@ -67,3 +68,12 @@ def test_a_folder_that_another_process_has_taken_meanwhile_is_left_to_it(tmp_pat
         raise ConfigError("no GPU")
     held.close()
     assert (tmp_path / "new").is_dir()
+
+
+@pytest.mark.parametrize(
+    "word", ["aqn=[1]", "quant=[[nvfp4]]", "aqn=[1.5,x]", "algo=[null]", "model=[true]", "eval=[]", "task=[{a:1}]"]
+)
+def test_a_list_where_a_name_belongs_is_answered_with_the_word_to_type(word: str) -> None:
+    """Hydra fails for some of them with an error of Python."""
+    with pytest.raises(ConfigError, match=rf"{word.partition('=')[0]}=\[.*an option is chosen by its name, .*=NAME"):
+        Composer().tree([word])

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 
 from qerl_core.checks import ConfigError
+from qerl_core.process.arguments import whole
 from qerl_core.sweeps.status import Status
 from qerl_studies.commands import compare
 from qerl_studies.commands import report as command
@@ -147,8 +148,10 @@ def test_texts_of_a_run_cannot_end_the_script() -> None:
     ("damage", "message"),
     [
         (lambda root: shutil.rmtree(root) or root.mkdir(), "no run in .*runs"),
-        (lambda root: (root / RUN / "metrics.jsonl").write_text("{"), f"{RUN}.*damaged|{RUN}.*not JSON"),
-        (lambda root: (root / RUN / "config.yaml").unlink(), f"{RUN} is not a run directory"),
+        (
+            lambda root: [file.write_text("{") for file in root.glob("*/metrics.jsonl")],
+            "none of the 8 runs can be read",
+        ),
         (
             lambda root: (root / RUN / "env.json").write_text(
                 (root / RUN / "env.json").read_text().replace('"code": "', '"code": "0')
@@ -156,7 +159,7 @@ def test_texts_of_a_run_cannot_end_the_script() -> None:
             "2 versions of the code.*--mixed-code",
         ),
     ],
-    ids=["empty", "damaged", "no config", "mixed code"],
+    ids=["empty", "all damaged", "mixed code"],
 )
 def test_bad_input_is_named_and_nothing_is_written(root: Path, tmp_path: Path, damage: object, message: str) -> None:
     assert callable(damage)
@@ -164,6 +167,27 @@ def test_bad_input_is_named_and_nothing_is_written(root: Path, tmp_path: Path, d
     with pytest.raises(ConfigError, match=re.compile(message, re.S)):
         command.main([str(root), f"out={tmp_path}/report"])
     assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda run: (run / "metrics.jsonl").write_text("{"), "metrics.jsonl, line 1: not JSON"),
+        (lambda run: (run / "config.yaml").unlink(), "it has no config.yaml"),
+        (lambda run: (run / "env.json").write_text('{"packages": "torch"}'), "packages must be"),
+    ],
+    ids=["damaged", "no config", "another type"],
+)
+def test_a_run_that_cannot_be_read_is_left_out_with_the_reason(
+    root: Path, tmp_path: Path, damage: Callable[[Path], object], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(root / RUN)
+    command.main([str(root), f"out={tmp_path}/report"])
+    text = (tmp_path / "report" / "index.html").read_text()
+    assert "Left out, because they cannot be read (1)" in text and f"<li>{RUN}: {RUN}" in text
+    said = capsys.readouterr()
+    assert f"left out: {root / RUN}" in whole(said.err) and says in whole(said.err) and "7 runs" in said.out
+    assert str(root) not in text.partition("Left out")[2].partition("</ul>")[0]
 
 
 def test_a_study_too_large_for_a_page_is_refused(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -500,6 +500,31 @@ def test_runs_of_several_versions_of_the_code_are_refused_unless_that_is_known(t
     assert load_run(tmp_path / "a").device == "unknown"
 
 
+def test_a_run_whose_steps_two_versions_made_is_two_versions(tmp_path: Path) -> None:
+    """As env.json says of the attempts before the last one; a committed study keeps it."""
+    torch = {"torch": "2.12"}
+    first = {
+        "after": 0,
+        "code": "1f",
+        "packages": torch,
+        "device": "cpu",
+        "cpu": "an old one",
+        "own_code": {"r.py": "1"},
+    }
+    made = {"code": "2f", "packages": torch, "device": "cpu", "cpu": "another", "own_code": {"r.py": "2"}}
+    environment(write_run(tmp_path / "a"), **made, after=2, earlier=[first])
+    run = load_run(tmp_path / "a")
+    assert run.code == "1f, then 2f" and run.block == "cpu, an old one, torch 2.12, then cpu, another, torch 2.12"
+    with pytest.raises(ConfigError, match=r"2 versions of the code:\n  code 1f: a\n  code 2f: a\n.*--mixed-code"):
+        load_runs([tmp_path])
+    environment(write_run(tmp_path / "b"), **made | {"code": "1f"}, after=2, earlier=[first])
+    with pytest.raises(ConfigError, match=r"2 versions of r.py"):
+        load_runs([tmp_path / "b"])
+    collect_runs([str(tmp_path), "--out", str(tmp_path / "out"), "--mixed-code"])
+    with pytest.raises(ConfigError, match="2 versions of the code"):
+        load_runs([tmp_path / "out"])
+
+
 def test_runs_with_two_versions_of_a_users_own_file_are_refused_unless_that_is_known(tmp_path: Path) -> None:
     for name, own in {"a": {"spelling.py": "1f"}, "b": {}, "c": {"spelling.py": "1f", "other.py": "3f"}}.items():
         environment(write_run(tmp_path / name), code="x", own_code=own)

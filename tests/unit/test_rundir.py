@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from qerl_core.checks import ConfigError
 from qerl_core.rundir.checkpoints import check_checkpoint, is_finished, last_checkpoint
 from qerl_core.rundir.durable import write_atomically
 from qerl_core.rundir.environment import code_digest, computing_files, cpu_name
+from qerl_core.rundir.recorded_types import require_environment
 from qerl_core.rundir.run_checks import check_run_dir
 from qerl_core.rundir.run_dir import RunDir
 from qerl_kernels import decode_configs
@@ -99,16 +101,17 @@ def test_finite_numbers_come_back_to_the_last_bit(run: RunDir) -> None:
 # --- resuming --------------------------------------------------------------------------------------------------------
 
 
-def _history(run: RunDir, last: int) -> None:
+def _history(run: RunDir, last: int, saved: int | None = None) -> None:
     run.append("metrics.jsonl", [{"kind": "eval", "step": 0, "eval/accuracy_greedy": 0.1}])
     for step in range(1, last + 1):
         run.append("rollouts.jsonl", [{"step": step, "completion": "a"}, {"step": step, "completion": "b"}])
         run.append("metrics.jsonl", [{"kind": "train", "step": step, "loss": step / 10}])
+        if step == saved:
+            _save(run, step)
 
 
 def test_a_resume_keeps_what_came_before_the_checkpoint_and_nothing_else(run: RunDir) -> None:
-    _history(run, 7)
-    _save(run, 5)
+    _history(run, 7, saved=5)
     with open(run.path / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "step": 8, "lo')
     with open(run.path / "rollouts.jsonl", "a") as file:
@@ -160,8 +163,7 @@ def test_a_fresh_run_resumes_at_zero(run: RunDir) -> None:
 
 
 def test_resuming_twice_changes_nothing(run: RunDir) -> None:
-    _history(run, 7)
-    _save(run, 5)
+    _history(run, 7, saved=5)
     run.resume_step()
     first = (run.path / "metrics.jsonl").read_bytes(), (run.path / "rollouts.jsonl").read_bytes()
     run.resume_step()
@@ -286,6 +288,7 @@ def test_many_differences_are_counted_and_a_few_shown(tmp_path: Path) -> None:
 
 def test_a_finished_run_keeps_its_config(tmp_path: Path) -> None:
     with RunDir(tmp_path / "run", CFG) as run:
+        _history(run, 10)
         run.finish()
     stored = (tmp_path / "run" / "config.yaml").read_bytes()
     with RunDir(tmp_path / "run", _other(save_every=1)) as run:
@@ -379,6 +382,7 @@ def test_write_atomically_leaves_the_old_or_the_new(tmp_path: Path) -> None:
 
 
 def test_done_json(run: RunDir) -> None:
+    run.last_step = 3
     assert not run.finished
     run.append("metrics.jsonl", [{"kind": "eval", "step": 0, "time": 1.0, "eval/accuracy_greedy": 0.1}])
     for step, peak in ((1, 2.0), (2, 3.5), (3, 3.0)):
@@ -410,6 +414,7 @@ def test_done_json(run: RunDir) -> None:
 
 
 def test_done_json_of_a_run_that_measured_nothing(run: RunDir) -> None:
+    run.last_step = 0
     run.finish()
     done = json.loads((run.path / "done.json").read_text())
     assert (done["final"], done["peak_memory_gib"]) == ({}, None)
@@ -503,3 +508,76 @@ def test_no_run_continues_on_other_base_weights(tmp_path: Path) -> None:
         run.write_environment("cpu", "sha256:2e")
         run.write_environment("cpu", None)
         run.write_environment("cpu", "sha256:1f")  # as one before could not be told
+
+
+# --- what must not change between attempts, and what is kept of it ----------------------------------------------------
+
+INPUTS = {"tokenizer.json": "1f", "the training data": "2e"}
+
+
+def _attempt(path: Path, save: int | None = None, **said: Any) -> dict[str, Any]:
+    """An attempt that makes a checkpoint after the step `save`: what its env.json says."""
+    with pytest.MonkeyPatch.context() as patch, RunDir(path, CFG) as run:
+        if said:
+            patch.setattr("qerl_core.rundir.run_dir.environment", lambda device: said)
+        run.write_environment("cpu", None, inputs=said.pop("inputs", None))
+        if save is not None:
+            _save(run, save)
+        return json.loads((path / "env.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("now", "named"),
+    [
+        (INPUTS | {"tokenizer.json": "3d"}, "tokenizer.json"),
+        (INPUTS | {"the training data": "3d"}, "the training data"),
+        ({"tokenizer.json": "1f"}, "the training data"),
+        (INPUTS | {"chat_template.jinja": "4c"}, "chat_template.jinja"),
+    ],
+)
+def test_no_run_continues_with_other_files_or_data(now: dict[str, str], named: str, tmp_path: Path) -> None:
+    _attempt(tmp_path / "run", 5, code="a", inputs=INPUTS)
+    for _ in range(2):  # a refusal changes nothing
+        with pytest.raises(ConfigError, match=rf"other contents of {named}\. Put them back .*another name"):
+            _attempt(tmp_path / "run", code="a", inputs=now)
+    assert "earlier" in _attempt(tmp_path / "run", code="a", inputs=INPUTS)
+
+
+def test_files_that_an_earlier_version_did_not_record_are_not_compared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _attempt(tmp_path / "run", 5, code="a")
+    with caplog.at_level(logging.INFO, "qerl_core"):
+        _attempt(tmp_path / "run", 8, code="a", inputs=INPUTS)
+    assert "not compared" in caplog.text
+    with pytest.raises(ConfigError, match="other contents"):
+        _attempt(tmp_path / "run", code="a", inputs={})
+
+
+def test_what_an_earlier_version_did_not_record_of_an_attempt_is_left_out(tmp_path: Path) -> None:
+    """So whoever reads the run finds values of their kinds (`recorded_types.py`)."""
+    with RunDir(tmp_path / "run", CFG) as run:
+        run.write("env.json", json.dumps({"code": "a", "device": "cpu"}))
+        _save(run, 5)
+    (entry,) = _attempt(tmp_path / "run", code="b", device="cpu")["earlier"]
+    assert entry == {"after": 0, "code": "a", "device": "cpu"}
+    require_environment("env.json", json.loads((tmp_path / "run" / "env.json").read_text()), "")
+
+
+def test_other_code_and_packages_are_told_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the attempts whose steps are kept: the second one made none."""
+    path, torch = tmp_path / "run", {"torch": "2.12", "numpy": "2"}
+    first = _attempt(path, 5, code="a", packages=torch)
+    assert (first["after"], first["earlier"], caplog.text) == (0, [], "")
+    assert _attempt(path, code="b", packages=torch)["after"] == 5
+    assert "code (a, now b)" in caplog.text and "torch" not in caplog.text
+    caplog.clear()
+    third = _attempt(path, 8, code="a", packages=torch | {"torch": "2.13"})
+    assert "packages (torch 2.12, now 2.13)" in caplog.text and "code (" not in caplog.text
+    assert [(entry["after"], entry["packages"]["torch"]) for entry in third["earlier"]] == [(0, "2.12")]
+    assert [entry["after"] for entry in _attempt(path, code="c", packages=torch)["earlier"]] == [0, 5]
+    for folder in path.glob("checkpoints/step_*"):
+        shutil.rmtree(folder)
+    assert _attempt(path, 5, code="b", packages=torch)["earlier"] == []  # it begins again
+    caplog.clear()
+    assert _attempt(path, code="b", packages=torch)["earlier"] == [] and caplog.text == ""

@@ -244,6 +244,57 @@ def test_a_damaged_memory_is_made_again(
     assert written(first) == written(second)
 
 
+def other_score(measured: dict[str, Any]) -> None:
+    measured["scores"][0]["value"] += 0.25
+
+
+def verdicts_turned(measured: dict[str, Any]) -> None:
+    measured["samples"] = [row | {"correct": not row["correct"]} for row in measured["samples"]]
+
+
+HARM: dict[str, Callable[[dict[str, Any]], object]] = {
+    "other score": other_score,
+    "a score of 9": lambda measured: measured["scores"][0].update(value=9.0),
+    "other error": lambda measured: measured["scores"][0].update(stderr=0.0123),
+    "verdicts turned": verdicts_turned,
+    "no scores": lambda measured: measured.pop("scores"),
+    "a score less": lambda measured: measured["scores"].pop(),
+    "a field more": lambda measured: measured["scores"][0].update(more=1),
+    "a sample less": lambda measured: measured["samples"].pop(),
+    "no samples": lambda measured: measured.update(samples=[]),
+    "rows that are none": lambda measured: measured.update(samples=[1, 2]),
+    "a column less": lambda measured: measured["samples"][0].pop("finished"),
+    "settings of a list": lambda measured: measured.update(settings=[1]),
+}
+
+
+def test_what_was_changed_in_the_memory_is_not_remembered(
+    tmp_path: Path, run: Callable[..., Path], asked: list[Any], make_config: Callable[..., Any]
+) -> None:
+    """By its digest; with that made again, because scores are not those of samples, or not of all questions."""
+    first = run(tmp_path, "first")
+    (file,) = (tmp_path / "cache" / "evaluations").glob("*.json")
+    whole, experiment = file.read_text(), build(make_config(*SHORT))
+    content = json.loads(whole)
+    assert recall(content["key"], file.parent) == content["measured"]
+    assert untrained.evaluation_of(content["measured"], experiment.eval, experiment.task) is not None
+    for name, harm in HARM.items():
+        changed = json.loads(whole)
+        harm(changed["measured"])
+        assert untrained.evaluation_of(changed["measured"], experiment.eval, experiment.task) is None, name
+        file.write_text(json.dumps(changed))
+        assert recall(content["key"], file.parent) is None, name
+    file.write_text(json.dumps({"key": content["key"], "measured": content["measured"]}))  # of an earlier version
+    assert recall(content["key"], file.parent) is None
+    changed = json.loads(whole)
+    other_score(changed["measured"])
+    changed["sha256"] = remembered._seal(changed["measured"])
+    file.write_text(json.dumps(changed))
+    del asked[:]
+    assert written(first) == written(run(tmp_path, "second"))
+    assert len(asked) == 2 and file.read_text() == whole
+
+
 def test_a_shortage_of_memory_is_not_remembered(
     tmp_path: Path, run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

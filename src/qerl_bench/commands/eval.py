@@ -155,7 +155,7 @@ def reevaluate(
         if world.from_first(lambda: record.finished):
             log.info("evaluated before (delete the folder to repeat it)")
             return
-        with set_up(trained, protocol.engine, record, device, world) as setup:
+        with set_up(trained, protocol.engine, record, device, world, trains=False) as setup:
             evaluated = setup._replace(experiment=protocol)
             require_equal_weights(setup.policy.model, world)
             evaluate(evaluated, 0, trained_on)

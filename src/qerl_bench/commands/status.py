@@ -33,6 +33,7 @@ from qerl_core.process.arguments import KeyValueParser
 from qerl_core.process.progress import duration
 from qerl_core.rundir.checksums import DONE
 from qerl_core.rundir.read_files import read_object
+from qerl_core.rundir.recorded_types import RESULT, require_environment, require_kinds
 from qerl_core.sweeps.status import GOES_ON, Status, statuses
 from qerl_studies.runs.cost import Cost, total_cost
 
@@ -95,5 +96,8 @@ def cost_of(found: list[Status]) -> Cost:
     for status in found:
         with suppress(ConfigError, OSError):
             if status.state == "done":
-                records.append(tuple(read_object(status.run / name, "") for name in (DONE, "env.json")))
+                done, env = (read_object(status.run / name, "") for name in (DONE, "env.json"))
+                require_kinds(DONE, done, RESULT, "")
+                require_environment("env.json", env, "")
+                records.append((done, env))
     return total_cost(records)

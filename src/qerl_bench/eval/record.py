@@ -19,6 +19,7 @@ def record_evaluation(run: RunDir, task: str, step: int, evaluation: Evaluation)
 
     Returns its scores and, after step 0, the gains over step 0: the quantized base on the same questions.
     """
+    run.mend()
     path = run.path / "samples.parquet"
     rows = pd.DataFrame([{"step": step, **row} for row in evaluation.samples])
     scores = list(evaluation.scores)

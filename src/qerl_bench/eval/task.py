@@ -107,8 +107,6 @@ class TaskEvaluation:
     ) -> Evaluation:
         prompts = task.eval_prompts(self.questions)
         limit = self.max_tokens or task.max_completion_tokens
-        k = self.k or self.samples
-        scores: list[Score] = []
         rows: list[dict[str, Any]] = []
         adapter_gaps: dict[str, float] = {}
         for mode, samples, sampling_temperature, top_p in self.decoding:
@@ -120,21 +118,29 @@ class TaskEvaluation:
                 top_p=top_p,
             )
             rollouts = engine.generate(prompts, sampling)
-            graded = world.split(lambda share, mode=mode: grade_rollouts(task, share, mode), rollouts)
-            scores += scores_of(graded, mode, samples, k)
-            rows += graded
+            rows += world.split(lambda share, mode=mode: grade_rollouts(task, share, mode), rollouts)
             # Sampled tokens show the adapter better than greedy ones, which are almost certain with and without it. But
             # with top-p an engine may report log-probabilities over the kept tokens only.
             if top_p == 1:
                 adapter_gaps = check_completions(policy, rollouts, sampling_temperature or 1.0)
         settings = {
             "samples": self.samples,
-            "k": k,
+            "k": self.k or self.samples,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "max_tokens": limit,
         }
-        return Evaluation(scores=scores, samples=rows, settings=settings | adapter_gaps)
+        return Evaluation(scores=self.scores(rows, len(prompts)), samples=rows, settings=settings | adapter_gaps)
+
+    def scores(self, rows: Sequence[dict[str, Any]], questions: int) -> list[Score]:
+        """The scores of the rows of samples.parquet. Raises ValueError unless each decoding has all of `questions`."""
+        scores: list[Score] = []
+        for mode, samples, _, _ in self.decoding:
+            graded = [row for row in rows if row["mode"] == mode]
+            if len(graded) != questions * samples:
+                raise ValueError(f"{len(graded)} rows of {mode}, and {questions} questions have {samples} samples each")
+            scores += scores_of(graded, mode, samples, self.k or self.samples)
+        return scores
 
 
 class SampledEvaluation(TaskEvaluation):

@@ -10,15 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.eval.base import Evaluation, Score
+from qerl_bench.eval.base import Evaluation, Evaluator, Score
 from qerl_bench.eval.task import TaskEvaluation
 from qerl_bench.model.remembered import key_of
+from qerl_bench.task.base import Task
 from qerl_core.process.gpu_share import runs_on_gpu
 from qerl_core.rundir.checksums import digest
 from qerl_core.rundir.environment import kernel_tables
@@ -98,7 +99,15 @@ def installed() -> list[tuple[str, str]]:
     return sorted({(str(package.name), package.version) for package in metadata.distributions()})
 
 
-def evaluation_of(measured: Mapping[str, Any]) -> Evaluation:
-    """What `asdict` of an evaluation was made from."""
-    scores = [Score(**score) for score in measured["scores"]]
-    return Evaluation(scores=scores, samples=measured["samples"], settings=measured["settings"])
+def evaluation_of(measured: Mapping[str, Any] | None, evaluator: Evaluator, task: Task) -> Evaluation | None:
+    """What `asdict` of an evaluation was made from; None if that is not one of all questions of `evaluator`, or if its
+    scores are not those of its samples."""
+    if measured is None or not isinstance(evaluator, TaskEvaluation):
+        return None
+    try:
+        made = Evaluation(scores=[Score(**score) for score in measured["scores"]], samples=measured["samples"])
+        asked = len(task.eval_prompts(evaluator.questions))
+        whole = evaluator.scores(made.samples, asked) == made.scores
+        return replace(made, settings=dict(measured["settings"])) if whole else None
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -44,7 +45,7 @@ from qerl_bench.task.chat_template import (
     texts_of,
     thinking_opened,
 )
-from qerl_core.checks import naming, require
+from qerl_core.checks import ConfigError, naming, require
 from qerl_core.records import Demonstration, Message, Prompt
 
 log = logging.getLogger(__name__)
@@ -243,28 +244,40 @@ class Policy:
             self.tokenizer.save_pretrained(str(folder / "model"))
 
     def load(self, folder: Path) -> None:
-        """Read back what `save` wrote."""
+        """Read back what `save` wrote. Raises ConfigError if something else is there."""
         if self.adapter is not None:
-            state = load_file(folder / "adapter" / "adapter_model.safetensors")
+            state = _tensors(folder / "adapter" / "adapter_model.safetensors")
             # PEFT silently skips tensors that do not fit, which would leave the fresh adapter in place.
             there, here = ({name: t.shape for name, t in of.items()} for of in (state, self.adapter_state()))
             require(there == here, f"{folder} holds the adapter of other layers, or of another rank; delete it")
             set_peft_model_state_dict(self.adapter, state)
             if self.base_scales:
-                scales = load_file(folder / "norms.safetensors")
+                scales = _tensors(folder / "norms.safetensors")
+                lacking = sorted(f"{name}.weight" for name in self.norms if f"{name}.weight" not in scales)
+                require(not lacking, f"{folder / 'norms.safetensors'} lacks {', '.join(lacking[:3])}; delete {folder}")
                 with torch.no_grad():
                     for name, norm in self.norms.items():
                         norm.weight.copy_(scales[f"{name}.weight"])  # type: ignore[operator]
         else:
             shards = sorted((folder / "model").glob("*.safetensors"))  # one file, or several for a large model
-            state = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+            state = {name: tensor for shard in shards for name, tensor in _tensors(shard).items()}
             missing, unexpected = self.model.load_state_dict(state, strict=False)
-            assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+            wrong = [*unexpected, *sorted({*missing} - {"lm_head.weight"})]
+            require(not wrong, f"{folder / 'model'} has not the tensors of this model ({', '.join(wrong[:3])})")
 
     def adapter_state(self) -> dict[str, torch.Tensor]:
         """The adapter's tensors under PEFT's names; empty where there is no adapter."""
         # By default PEFT asks the hub at every call whether the vocabulary has grown.
         return {} if self.adapter is None else get_peft_model_state_dict(self.adapter, save_embedding_layers=False)
+
+
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint's file. Raises ConfigError if it is missing or none of safetensors."""
+    require(file.is_file(), f"{file} is missing, and must hold the trained weights of this checkpoint")
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file} must be a file of safetensors: {error}") from error
 
 
 def prepare_attention(decoder: PreTrainedModel) -> bool:

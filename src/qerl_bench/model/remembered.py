@@ -92,7 +92,7 @@ def _plain(value: Any) -> Any:
 
 
 def recall(key: dict[str, Any] | None, folder: Path) -> dict[str, Any] | None:
-    """What was measured under this key; None if nothing is remembered of it in `folder`."""
+    """What was measured under this key; None if nothing is remembered of it in `folder`, or not as it was written."""
     if key is None:
         return None
     try:
@@ -101,7 +101,7 @@ def recall(key: dict[str, Any] | None, folder: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(found, dict) or found.get("key") != key or not isinstance(found.get("measured"), dict):
         return None
-    return found["measured"]
+    return found["measured"] if found.get("sha256") == _seal(found["measured"]) else None
 
 
 def remember(key: dict[str, Any] | None, measured: Mapping[str, Any], folder: Path) -> None:
@@ -112,7 +112,8 @@ def remember(key: dict[str, Any] | None, measured: Mapping[str, Any], folder: Pa
     writing = file.with_suffix(f".{os.getpid()}.part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        writing.write_text(json.dumps({"key": key, "measured": measured}, indent=1), encoding="utf-8")
+        kept = {"key": key, "sha256": _seal(measured), "measured": measured}
+        writing.write_text(json.dumps(kept, indent=1), encoding="utf-8")
         os.replace(writing, file)
     except (OSError, TypeError) as error:
         log.debug("%s is not remembered: %s", file, error)
@@ -132,6 +133,11 @@ def alone(key: dict[str, Any] | None, folder: Path, what: str) -> Iterator[None]
                 folder.mkdir(parents=True, exist_ok=True)
                 held.enter_context(wait_for_lock(_file(key, folder).with_suffix(".lock"), what))
         yield
+
+
+def _seal(measured: Mapping[str, Any]) -> str:
+    """SHA-256 of what was measured as JSON, which is the same when it was read back."""
+    return hashlib.sha256(json.dumps(measured).encode()).hexdigest()
 
 
 def _file(key: dict[str, Any], folder: Path) -> Path:

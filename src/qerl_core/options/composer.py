@@ -22,7 +22,7 @@ from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from qerl_core.checks import ConfigError
+from qerl_core.checks import ConfigError, require
 from qerl_core.options import user_options
 from qerl_core.options.files import options_of, plain_keys
 from qerl_core.options.fingerprint import fingerprint, flat
@@ -116,6 +116,8 @@ class Composer:
 
     def _unresolved(self, overrides: Sequence[str]) -> tuple[DictConfig, RuntimeConf]:
         parsed = [self._parsed(word) for word in overrides]
+        for word, override in zip(overrides, parsed, strict=True):
+            require(_names(override), f"{word}: an option is chosen by its name, {override.key_or_group}=NAME")
         values = [override for override in parsed if _is_value(override)]
         if not all(override in values or _is_choice(override) for override in parsed):
             values = []  # ~optim or optim={lr: 1}, whose place among the values matters
@@ -200,6 +202,14 @@ def _may_rename(override: Override) -> bool:
     """Whether a value may be the name or class of an option; `name` alone is that of the run."""
     option, _, key = override.key_or_group.rpartition(".")
     return (option != "" and key in ("name", "_target_")) or isinstance(override.value(), (dict, list))
+
+
+def _names(override: Override) -> bool:
+    """Whether this gives an axis names, if it gives it a list: Hydra fails for lists of anything else."""
+    value: object = None if override.is_sweep_override() else override.value()
+    if not isinstance(value, list) or not (CONF_DIR / override.key_or_group).is_dir():
+        return True
+    return value != [] and all(isinstance(one, str) for one in value)
 
 
 def _is_choice(override: Override) -> bool:

@@ -17,6 +17,7 @@ from qerl_core.checks import require
 
 NEAR = 0.8  # as difflib measures it
 WIDTH = 100  # columns of what commands say about themselves
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")  # not \t, \n, \r
 INDENT = " " * 4  # of the lines in which a line that is too long goes on
 
 
@@ -117,9 +118,16 @@ def wrapped(text: str) -> str:
     return "\n\n".join(filled)
 
 
+def printable(text: str) -> str:
+    """`text` for a terminal: control characters and those that turn the direction, which a name of somebody else may
+    have, as `repr` shows them."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 def wrap_lines(text: str) -> str:
-    """`text` in lines of WIDTH columns, broken at spaces, those behind punctuation first; a longer word stays whole."""
-    return "\n".join(map(_broken, text.split("\n")))
+    """Printable `text` in lines of WIDTH columns, broken at spaces, those behind punctuation first; a longer word stays
+    whole."""
+    return "\n".join(map(_broken, printable(text).split("\n")))
 
 
 def whole(text: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TextIO, cast
 
-from qerl_core.process.arguments import wrap_lines
+from qerl_core.process.arguments import printable, wrap_lines
 from qerl_core.process.progress import watch
 
 
@@ -41,14 +41,20 @@ def log_to_stderr(*packages: str) -> None:
 class TolerantStream:
     """A text stream. What it cannot write any more is dropped, because a run must not end with its reader."""
 
-    def __init__(self, stream: TextIO, room: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        room: Callable[[], AbstractContextManager[None]] = nullcontext,
+        shown: Callable[[str], str] = str,
+    ) -> None:
         self._stream = stream
         self._room = room  # in which something may be written
+        self._shown = shown  # what is written of a text
 
     def write(self, text: str) -> int:
         with self._room():
             try:
-                return self._stream.write(text)
+                return self._stream.write(self._shown(text))
             except OSError:
                 return self._drop(len(text))
 
@@ -81,7 +87,7 @@ def lasting_output() -> Iterator[None]:
         open(descriptor, "w", closefd=False) if stream is None else stream  # noqa: SIM115 - until the end
         for descriptor, stream in enumerate(before, start=1)
     )
-    results = TolerantStream(out, watch.room)
+    results = TolerantStream(out, watch.room, printable)  # names of others are among them
 
     @contextmanager
     def behind_results() -> Iterator[None]:

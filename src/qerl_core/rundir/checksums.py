@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,23 +59,14 @@ def broken(path: Path, expected: Seal, quick: bool, grows: bool = False) -> str 
     return None
 
 
-def seals_of_growing(folder: Path) -> dict[str, dict[str, Any]]:
-    """The seals of the growing files, which the disk holds then."""
-    growing = [name for name in GROWING if (folder / name).exists()]
-    for name in growing:
-        sync(folder / name)
-    sync(folder)
-    return {name: seal(folder / name) for name in growing}
-
-
 @contextmanager
-def replacing(folder: Path, name: str) -> Iterator[Path]:
-    """A path to write to; afterwards it is sealed and takes the place of the file `name` in `folder`."""
+def replacing(folder: Path, name: str, append: Callable[[str, str], None]) -> Iterator[Path]:
+    """A path to write to; afterwards it is sealed, by a line to `append` to SEALS, and takes the place of the file
+    `name` in `folder`."""
     writing = folder / f".{name}.writing"
     yield writing
     sync(writing)
-    with open(folder / SEALS, "a") as file:
-        file.write(json.dumps({"file": name, **seal(writing)}) + "\n")
+    append(SEALS, json.dumps({"file": name, **seal(writing)}) + "\n")
     sync(folder / SEALS)
     replace(writing, folder / name)
 

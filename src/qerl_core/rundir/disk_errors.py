@@ -14,6 +14,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from qerl_core.checks import TrainingStopped
+from qerl_core.rundir.checkpoints import last_checkpoint, step_of
+
 REASONS = {
     errno.ENOSPC: "no space or no inode is left on the disk",
     errno.EDQUOT: "the disk quota is used up",
@@ -98,3 +101,16 @@ def room(path: Path, error: BaseException) -> str:
 def size(folder: Path) -> int:
     """Bytes of all files below `folder`."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def stopped_by_disk(path: Path, error: Exception) -> TrainingStopped | None:
+    """The message for a run in `path` that ends by `error`, if the disk is the reason: what it needs to continue."""
+    reason = failure(error)
+    if reason is None:
+        return None
+    newest = last_checkpoint(path)
+    needs = "" if newest is None else f"; a checkpoint takes {size(newest) / 2**20:,.1f} MiB"
+    return TrainingStopped(
+        f"{path}: {reason} ({room(path, error)}{needs}). When that is solved, the same command continues from step "
+        f"{0 if newest is None else step_of(newest)}"
+    )

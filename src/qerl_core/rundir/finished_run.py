@@ -16,6 +16,7 @@ from qerl_core.options.names import load_option
 from qerl_core.rundir.checkpoints import checkpoints, is_finished, step_of
 from qerl_core.rundir.checksums import DONE
 from qerl_core.rundir.read_files import read_config, read_object
+from qerl_core.rundir.recorded_types import RESULT, require_environment, require_kinds
 from qerl_core.rundir.run_checks import check_records, saved
 
 
@@ -43,7 +44,9 @@ def stored_config(run_dir: Path) -> DictConfig:
 def own_folders(run_dir: Path) -> list[str]:
     """The folders of options of its own that a run had; none of one that was made before they were on record."""
     file = run_dir / "env.json"
-    return read_object(file, saved(run_dir, file.name, True)).get("own_folders", []) if file.is_file() else []
+    said = read_object(file, saved(run_dir, file.name, True)) if file.is_file() else {}
+    require_environment(str(file), said, "Take another run")
+    return said.get("own_folders", [])
 
 
 def with_later_keys(config: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +82,9 @@ def chosen_checkpoint(run_dir: Path, which: str, steps: int) -> Path:
         "with another eval=... or eval.quant=...",
     )
     require(bool(found), f"{run_dir} has no checkpoint; delete the folder and run it again")
-    best = read_object(run_dir / DONE, saved(run_dir, DONE, True)).get("checkpoints", {}).get("best")
+    done = read_object(run_dir / DONE, saved(run_dir, DONE, True))
+    require_kinds(str(run_dir / DONE), done, RESULT, "Take another run")
+    best = done.get("checkpoints", {}).get("best")
     if which == "last":
         require(
             steps in found,

@@ -3,7 +3,9 @@
 The holder renews the file's time every BEAT_S. A lease that was not renewed for STALE_S belongs to a process that is
 gone, and is taken over. Nobody's clock counts but the file server's: its time now is that of a file just made. Making
 a lease, and setting a stale one aside, are a link and a rename, of which the server grants one among all machines.
-A holder that was suspended for longer finds its lease taken, and ends at once, before it writes anything else.
+A holder that was suspended for longer finds its lease taken, and ends at once, before it writes anything else. One
+whose lease was deleted or damaged makes it again, unless its folder was replaced. A lease that cannot be read is
+nobody's, and is taken over when it is stale.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Lease:
     """A lease of this process, renewed by a thread until `end`."""
 
     def __init__(self, path: Path, text: str) -> None:
-        self._path, self._text = path, text
+        self._path, self._text, self._folder = path, text, path.parent.stat().st_ino
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True, name=f"lease {path.name}")
         self._thread.start()
@@ -67,15 +69,33 @@ class Lease:
     def _renew(self) -> None:
         last = time.monotonic()
         while not self._ended.wait(BEAT_S):
+            reason, since = None, time.monotonic() - last
             try:
-                mine = read(self._path) == self._text
-                if mine:
+                if (found := read(self._path)) == self._text:
                     os.utime(self._path)
                     last = time.monotonic()
-            except OSError:
-                mine = time.monotonic() - last < STALE_S
-            if not mine and not self._ended.is_set() and self._path.parent.exists():
-                give_way(self._path)
+                elif self._path.parent.exists():
+                    reason = self._lost(found, since)
+            except OSError as error:
+                reason = f"it could not be renewed for {since:.0f} s ({error})" if since >= STALE_S else None
+            if reason is not None and not self._ended.is_set():
+                give_way(self._path, reason)
+
+    def _lost(self, found: str | None, since: float) -> str | None:
+        """Make the lease again where it was deleted or damaged. Otherwise why this process has lost it."""
+        if self._path.parent.stat().st_ino != self._folder:
+            return "the folder was replaced by another one"
+        if found is not None and is_readable(found):
+            late = f", since this process did not renew it for {since:.0f} s" if since >= STALE_S else ""
+            return f"it is that of another process now ({first_line(found)}){late}"
+        if found is not None:
+            set_aside(self._path, found)
+        writing = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
+        writing.write_text(self._text)
+        sync(writing)
+        if placed(writing, self._path):
+            log.warning("%s was deleted or damaged by another program, and is made again", self._path)
+        return None
 
     def end(self) -> None:
         self._ended.set()
@@ -95,15 +115,27 @@ def holder_elsewhere(lock: Path, alone: bool) -> str | None:
     """Host, process and time of the lease beside the file `lock`; None without one, and for one that is stale."""
     path = lease_of(lock)
     held = read(path)
-    return None if held is None or not is_held(path, held, alone) else held.splitlines()[0]
+    return None if held is None or not is_held(path, held, alone) else first_line(held)
 
 
 def read(path: Path) -> str | None:
-    """The lease at `path`; None without one. Opening it makes a network file system look at the server's file."""
+    """The lease at `path`, in whatever bytes; None without one. Opening it makes a network file system look at the
+    server's file."""
     try:
-        return path.read_text()
+        return path.read_bytes().decode(errors="replace")
     except FileNotFoundError:
         return None
+
+
+def is_readable(held: str) -> bool:
+    """Whether a lease has its two lines, the second of them a machine and a number."""
+    lines = held.splitlines()
+    return len(lines) == 2 and len(lines[1].split()) == 2
+
+
+def first_line(held: str) -> str:
+    """Who has a lease, as far as it can be read."""
+    return held.splitlines()[0] if is_readable(held) else "a process that its damaged lease does not name"
 
 
 def is_held(path: Path, held: str, alone: bool) -> bool:
@@ -155,12 +187,7 @@ def set_aside(path: Path, stale: str) -> None:
     aside.unlink(missing_ok=True)
 
 
-def give_way(path: Path) -> None:
-    """End this process at once: another one has its lease, and its run."""
-    print(
-        f"{path} was taken over by another machine, since this process did not renew it for {STALE_S:g} s. It ends "
-        "here, and leaves the run to the other",
-        file=sys.stderr,
-        flush=True,
-    )
+def give_way(path: Path, reason: str) -> None:
+    """End this process at once: it no longer has the lease at `path`, and its run may be another one's."""
+    print(f"{path}: {reason}. This process ends here and writes nothing more", file=sys.stderr, flush=True)
     os._exit(os.EX_TEMPFAIL)

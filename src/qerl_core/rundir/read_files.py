@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 REMEDY = "Put back a copy of it, leave the run out, or delete its folder to run it again"
 
 
+MAX_BYTES = 2**25  # of a JSON file that is unpacked: the largest committed study has 0.2 MB
+
+
 class _Loader(yaml.CSafeLoader):
     """PyYAML's parser in C, which reads 1e-5 as a number as OmegaConf does."""
 
@@ -58,17 +61,29 @@ def _as_json(text: str) -> str:
     """The YAML `text` as JSON, which has no dates, sets and what refers to itself.
 
     A sweep reads each config when it checks its points and again for its table, and YAML takes some milliseconds.
+    Raises YAMLError for aliases, of which some lines make gigabytes, and which no config that a run wrote has.
     """
+    if "*" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, _Loader)):
+        raise yaml.YAMLError("it has an alias (*name)")
     return json.dumps(yaml.load(text, _Loader))
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
     """The object in a JSON file, or in gzip of it. Raises ConfigError, with `remedy`, if it holds anything else."""
     try:
-        content = json.loads(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
+        content = json.loads(_unpacked(path) if path.suffix == ".gz" else path.read_bytes())
     except (ValueError, RecursionError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ConfigError(f"{path} is not JSON ({error}). {remedy}") from error
     require(isinstance(content, dict), f"{path} must hold one JSON object. {remedy}")
+    return content
+
+
+def _unpacked(path: Path) -> bytes:
+    """The content of a gzip file. Raises ValueError if it is larger than MAX_BYTES, before it is made."""
+    with gzip.open(path) as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"it unpacks to more than {MAX_BYTES // 2**20} MiB")
     return content
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from qerl_core.checks import ConfigError, RunLocked, require
+from qerl_core.checks import MAX_STEPS, ConfigError, RunLocked, require
 from qerl_core.options.fingerprint import as_dict, flat, with_effect
 from qerl_core.process.arguments import unwritable
 from qerl_core.rundir.checkpoints import (
@@ -106,6 +110,10 @@ def check_records(path: Path, otherwise: str, to_continue: bool = False) -> None
     if damage is not None:
         name, reason = damage
         raise ConfigError(f"{path} is damaged: {reason}. {saved(path, name, finished)}. {otherwise}")
+    if finished and "metrics.jsonl" in vouched:
+        steps = read_config(path / "config.yaml").get("steps")
+        reason = lacking_steps(path, whole_lines(path / "metrics.jsonl"), steps)
+        require(reason is None, f"{reason}. {otherwise}")
     if not vouched and not (path / SEALS).exists() and (finished or last_checkpoint(path) is not None):
         log.info("%s is a run from before seals, so damage to its files cannot be seen", path)
 
@@ -130,11 +138,7 @@ def saved(path: Path, name: str, finished: bool) -> str:
         for checkpoint in sorted(checkpoints(path), key=step_of, reverse=True):
             expected = read_manifest(checkpoint)["run"].get(name)
             if expected and broken(path / name, expected, quick=False, grows=True) is None:
-                delete = [*([DONE] if finished else []), *(f"checkpoints/{folder}" for folder in later)]
-                return (
-                    f"It is whole up to step {step_of(checkpoint)}: delete {', '.join(delete)}, and the same command "
-                    "continues from there"
-                )
+                return continues_from(checkpoint, later, finished)
             later.append(checkpoint.name)
         return "No checkpoint vouches for what is left of it: delete the folder to run it again"
     if name in MADE_AGAIN and finished:
@@ -145,14 +149,36 @@ def saved(path: Path, name: str, finished: bool) -> str:
     )
 
 
-def require_same_base(path: Path, base: str | None) -> None:
-    """Raise ConfigError if the weights of `base` are not those of env.json in `path`, as far as both are files."""
-    file = path / "env.json"
-    earlier = read_object(file, "Delete it, and the same command makes it again").get("base") if file.exists() else None
-    if not all(str(digest).startswith("sha256:") for digest in (earlier, base)):
-        return
-    require(
-        earlier == base,
-        f"{path}: its steps so far are on the base weights {earlier}, and those of the model are now {base}. Put the "
-        "weights back (model.id, or a warm start that was made again), or give this run another name",
-    )
+def continues_from(checkpoint: Path, later: Sequence[str], finished: bool) -> str:
+    """What to delete so that a run continues from `checkpoint`, whose records are whole; `later` ones are named."""
+    delete = [*([DONE] if finished else []), *(f"checkpoints/{folder}" for folder in later)]
+    asked = f"delete {', '.join(delete)}, and the" if delete else "the"
+    return f"It is whole up to step {step_of(checkpoint)}: {asked} same command continues from there"
+
+
+def lacking_steps(path: Path, records: Iterable[Mapping[str, Any]], steps: object) -> str | None:
+    """What is wrong if `records`, the lines of metrics.jsonl, have not one train line of each of the `steps`, or None.
+
+    A run is not whole without them, whoever vouches for its file.
+    """
+    found = Counter(str(record.get("step")) for record in records if record.get("kind") == "train")
+    expected = range(1, steps + 1) if isinstance(steps, int) and steps <= MAX_STEPS else ()
+    wrong = [step for step in expected if found[str(step)] != 1]
+    if not wrong:
+        return None
+    by_step = {step_of(folder): folder for folder in checkpoints(path)}
+    whole = [step for step in by_step if step < wrong[0]]
+    later = [by_step[step].name for step in sorted(by_step) if step >= wrong[0]]
+    remedy = "Delete the folder to run it again"
+    if whole:
+        remedy = continues_from(by_step[max(whole)], later, is_finished(path))
+    listed = f"{', '.join(map(str, wrong[:4]))}{', ...' if len(wrong) > 4 else ''}"
+    return f"{path} is damaged: metrics.jsonl has not one train line of each of {steps} steps ({listed}). {remedy}"
+
+
+def whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects among the whole lines of a file; who reads their numbers names the other lines."""
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        with suppress(ValueError, RecursionError):
+            if isinstance(record := json.loads(line), dict):
+                yield record

@@ -14,36 +14,34 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_core.checks import ConfigError, TrainingStopped
+from qerl_core.rundir.attempts import ENVIRONMENT, joined
 from qerl_core.rundir.checkpoints import check_checkpoint, checkpoints, is_finished, last_checkpoint, step_of
-from qerl_core.rundir.checksums import DONE, SEALS, changed, replacing, seal, seals_of_growing, settle
-from qerl_core.rundir.disk_errors import failure, room, size
+from qerl_core.rundir.checksums import DONE, SEALS, broken, replacing, seal, settle
+from qerl_core.rundir.disk_errors import size, stopped_by_disk
 from qerl_core.rundir.durable import make_folder, replace, sync_tree
 from qerl_core.rundir.environment import environment
+from qerl_core.rundir.growing import GrowingFiles
+from qerl_core.rundir.kept_files import KeptFiles
 from qerl_core.rundir.locks import lock
-from qerl_core.rundir.run_checks import ELSEWHERE, check_run_dir, refuse_locked, require_same_base, vouched_seals
+from qerl_core.rundir.run_checks import (
+    ELSEWHERE,
+    RunDamaged,
+    check_run_dir,
+    lacking_steps,
+    refuse_locked,
+    saved,
+    vouched_seals,
+)
 
 log = logging.getLogger(__name__)
 WRITING, REMOVING = ".writing", ".removing"  # a checkpoint that is not yet, or no more, there
-
-
-def stopped_by_disk(path: Path, error: Exception) -> TrainingStopped | None:
-    """The message for a run in `path` that ends by `error`, if the disk is the reason: what it needs to continue."""
-    reason = failure(error)
-    if reason is None:
-        return None
-    newest = last_checkpoint(path)
-    needs = "" if newest is None else f"; a checkpoint takes {size(newest) / 2**20:,.1f} MiB"
-    return TrainingStopped(
-        f"{path}: {reason} ({room(path, error)}{needs}). When that is solved, the same command continues from step "
-        f"{0 if newest is None else step_of(newest)}"
-    )
 
 
 class RunDir:
@@ -52,6 +50,7 @@ class RunDir:
     def __init__(self, path: Path, cfg: DictConfig, elsewhere: str = ELSEWHERE) -> None:
         check_run_dir(path, cfg, elsewhere)
         self.path, self.last_step = path, cfg.get("steps")
+        self._growing, self._kept = GrowingFiles(path), KeptFiles(path)
         self.started = time.time()
         self.begun: float | None = self.started  # of the first attempt whose steps are kept; None if it did not say
         self.base: str | None = None  # the digest of the base weights, once they are known
@@ -75,6 +74,7 @@ class RunDir:
                 if last_checkpoint(self.path) is None:
                     (self.path / SEALS).unlink(missing_ok=True)  # it starts again
                 settle(self.path, vouched_seals(self.path))
+                self._growing.begin(SEALS)
                 self.write("config.yaml", OmegaConf.to_yaml(cfg))
             unless_it_works.pop_all()
 
@@ -84,6 +84,8 @@ class RunDir:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Release the lock."""
         self._lock.close()
+        if isinstance(error, FileNotFoundError) and not self.path.is_dir():
+            raise TrainingStopped(f"{self.path} was deleted or moved while this run was alive: {error}") from error
         if isinstance(error, Exception) and (stopped := stopped_by_disk(self.path, error)):
             raise stopped from error
 
@@ -106,9 +108,16 @@ class RunDir:
         before, now = self._joules, self._counter()
         return None if now is None or before is None or self.spent_j is None else self.spent_j + now - before
 
-    def replacing(self, name: str) -> AbstractContextManager[Path]:
+    @contextmanager
+    def replacing(self, name: str) -> Iterator[Path]:
         """A path to write to; afterwards it takes the place of the file `name` of this run."""
-        return replacing(self.path, name)
+        with replacing(self.path, name, self._growing.append) as file:
+            yield file
+            self._kept.keep(name, file)
+
+    def mend(self) -> None:
+        """Write files again that another program has deleted or damaged, as far as this process knows them."""
+        self._kept.mend(self.replacing)
 
     def write(self, name: str, text: str) -> None:
         """Write a file of this run as a whole."""
@@ -122,36 +131,37 @@ class RunDir:
         remote_code: Mapping[str, str] | None = None,
         ranks: int = 1,
         gguf: Mapping[str, Any] | None = None,
+        inputs: Mapping[str, str] | None = None,
     ) -> None:
         """Write env.json: code, packages, machine, and `base`, the digest of the base weights (`model/digest.py`).
 
         `remote_code` has the SHA-256 of each Python file that came with the model and may run; None if none may.
         `gguf` says of which GGUF file the weights are, and what they have been through; None for other models.
-        `ranks` is the number of processes that make the run. The env.json of an earlier attempt becomes env_<n>.json.
-        Raises ConfigError if there is a checkpoint on other base weights.
+        `ranks` is the number of processes that make the run, `inputs` the digests of files and data (`eval/inputs.py`)
+        by name. The env.json of an earlier attempt becomes env_<n>.json. Raises ConfigError as `joined`.
         """
         self.base = base
-        path = self.path / "env.json"
-        if last_checkpoint(self.path) is not None:
-            if reason := changed(self.path, "env.json"):
-                log.warning("%s: %s. The code and the machine of the steps so far may be unknown", self.path, reason)
-            else:
-                require_same_base(self.path, base)
+        of_model = {"base": base, "remote_code": remote_code, "gguf": gguf, "inputs": inputs}
+        given = {key: value for key, value in of_model.items() if key == "base" or value is not None}
+        said = joined(self.path, environment(device) | given | {"ranks": ranks})
+        path = self.path / ENVIRONMENT
         if path.exists():
             with self.replacing(f"env_{len(list(self.path.glob('env_*.json'))) + 1}.json") as kept:
                 shutil.copyfile(path, kept)
-        of_model = {"base": base, **({} if remote_code is None else {"remote_code": dict(remote_code)})}
-        of_model |= {} if gguf is None else {"gguf": dict(gguf)}
-        self.write("env.json", json.dumps(environment(device) | of_model | {"ranks": ranks}, indent=1))
+        self.write(ENVIRONMENT, json.dumps(said, indent=1))
 
     def resume_step(self) -> int:
         """The step of the last checkpoint, 0 without one. Deletes the records of later steps."""
+        self._kept.begin()
         checkpoint = last_checkpoint(self.path)
         step = 0 if checkpoint is None else step_of(checkpoint)
         vouched = vouched_seals(self.path)
         for name in ("metrics.jsonl", "rollouts.jsonl"):
+            if name in vouched and (reason := broken(self.path / name, vouched[name], quick=False, grows=True)):
+                raise RunDamaged(f"{self.path} is damaged: {reason}. {saved(self.path, name, False)}")
             sealed = vouched[name]["bytes"] if name in vouched else 0
             self._cut(self.path / name, step if checkpoint is not None else -1, sealed)
+            self._growing.begin(name)
         for begun in (WRITING, REMOVING):
             shutil.rmtree(self.path / "checkpoints" / begun, ignore_errors=True)
         for earlier in checkpoints(self.path):
@@ -189,6 +199,7 @@ class RunDir:
     @contextmanager
     def checkpoint(self, step: int) -> Iterator[Path]:
         """An empty folder to fill; afterwards it is sealed with a manifest and renamed to checkpoints/step_<step>."""
+        self.mend()
         writing = self.path / "checkpoints" / WRITING
         shutil.rmtree(writing, ignore_errors=True)
         make_folder(writing)
@@ -196,7 +207,7 @@ class RunDir:
         files = sorted(file for file in writing.rglob("*") if file.is_file())
         manifest = {
             "files": {str(file.relative_to(writing)): seal(file) for file in files},
-            "run": seals_of_growing(self.path),
+            "run": self._growing.seals(),
         }
         (writing / "manifest.json").write_text(json.dumps(manifest, indent=1))
         sync_tree(writing)
@@ -232,13 +243,14 @@ class RunDir:
 
     def append(self, name: str, records: list[dict[str, Any]]) -> None:
         """Append JSON lines to a file of the run and flush it. Non-finite numbers become null, with a warning."""
-        with open(self.path / name, "a") as file:
-            for record in records:
-                for key, value in record.items():
-                    if isinstance(value, float) and not math.isfinite(value):
-                        log.warning("%s of step %s is %s, written as null", key, record.get("step"), value)
-                finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-                file.write(json.dumps(finite, allow_nan=False) + "\n")
+        lines = []
+        for record in records:
+            for key, value in record.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    log.warning("%s of step %s is %s, written as null", key, record.get("step"), value)
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+            lines.append(json.dumps(finite, allow_nan=False) + "\n")
+        self._growing.append(name, "".join(lines))
 
     def metrics(self) -> list[dict[str, Any]]:
         """All records of metrics.jsonl."""
@@ -253,6 +265,8 @@ class RunDir:
         """
         last = last_checkpoint(self.path)
         records = self.metrics()
+        if reason := lacking_steps(self.path, records, self.last_step):
+            raise TrainingStopped(reason)
         final = {
             key: value for record in records for key, value in record.items() if key not in ("kind", "step", "time")
         }
@@ -272,6 +286,7 @@ class RunDir:
 
         `started` and `ended` are unix seconds; a run that paused took less between them.
         """
+        self.mend()
         begun = None if self.begun is None else round(self.begun, 3)
         when = {"started": begun, "ended": round(time.time(), 3), "base": self.base}
-        self.write(DONE, json.dumps(when | content | {"seals": seals_of_growing(self.path)}, indent=1))
+        self.write(DONE, json.dumps(when | content | {"seals": self._growing.seals()}, indent=1))

@@ -44,7 +44,7 @@ class Filter:
         return (
             (not self.among or value in self.among)
             and value not in self.excluding
-            and (not bounded or (value is not None and self.low <= value <= self.high))
+            and (not bounded or (isinstance(value, int | float) and self.low <= value <= self.high))
         )
 
 
@@ -243,7 +243,14 @@ def missing(contrast: Contrast, stratum: Stratum) -> list[str]:
 
 
 def _frozen(items: Items) -> FrozenItems:
-    return tuple(sorted((key, tuple(value) if isinstance(value, list) else value) for key, value in items.items()))
+    return tuple(sorted((key, _hashable(value)) for key, value in items.items()))
+
+
+def _hashable(value: Any) -> Any:
+    """A value of a config with tuples in the place of lists and mappings, however deep."""
+    if isinstance(value, dict):
+        return tuple((key, _hashable(one)) for key, one in value.items())
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 def _text(value: Any) -> str:

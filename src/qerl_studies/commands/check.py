@@ -23,7 +23,8 @@ from qerl_studies.publish.dataset import CARD
 from qerl_studies.publish.folder import check_private
 from qerl_studies.runs.committed import SETTINGS, TIDY, read_study
 from qerl_studies.runs.comparable import load_runs
-from qerl_studies.runs.load import LIBRARIES, Run
+from qerl_studies.runs.environments import LIBRARIES
+from qerl_studies.runs.load import Run
 from qerl_studies.runs.parse import first_names
 from qerl_studies.runs.private import Private
 

@@ -20,7 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from os.path import commonpath
 from pathlib import Path
 
-from qerl_core.checks import ConfigError
+from qerl_core.checks import ConfigError, require
+from qerl_core.process.arguments import wrap_lines
 from qerl_core.rundir.durable import write_atomically
 from qerl_core.sweeps.status import GOES_ON, statuses
 from qerl_studies.claims.registry import with_own_folders
@@ -62,8 +63,8 @@ def main(arguments: list[str] | None = None) -> None:
 def report(options: Namespace, refresh_s: int | None, loaded: dict[Path, Run]) -> str:
     """Write the pages of all studies that `options` names; returns what was written, in words.
 
-    `loaded` keeps finished runs from one call to the next. Raises ConfigError as `shown_runs`, `load_run`,
-    `read_study` and `check_comparable` do, before a file is written, and for damaged completions.
+    `loaded` keeps finished runs from one call to the next. Raises ConfigError as `shown_runs`, `read_study` and
+    `check_comparable` do, before a file is written, if no run can be read, and for damaged completions.
     """
     studies = by_study(shown_runs(options.runs, options.without))
     out: Path = options.out
@@ -72,11 +73,11 @@ def report(options: Namespace, refresh_s: int | None, loaded: dict[Path, Run]) -
     samples: dict[Path, Path] = {}  # the page of a run
     for name, members in studies.items():
         folder = out if len(studies) == 1 else out / name
-        runs = comparable(members, loaded, options.mixed_code)
+        runs, left_out = comparable(members, loaded, options.mixed_code)
         viewers = {run.name: f"samples/{run.path.name}.html" for run in runs if has_samples(run.path)}
         title = name if len(studies) > 1 else _title(options.runs, members)
         results = evaluated(title, runs)
-        texts[folder / INDEX] = study_page(title, runs, results, viewers, refresh_s)
+        texts[folder / INDEX] = study_page(title, runs, results, viewers, refresh_s, left_out)
         pages.append((name, verdict_counts(results), len(runs)))
         targets = {run.path: folder / viewers[run.name] for run in runs if run.name in viewers}
         samples |= {run: target for run, target in targets.items() if not (refresh_s and _is_newer(target, run))}
@@ -100,16 +101,29 @@ def by_study(paths: Iterable[Path]) -> dict[str, list[Path]]:
     return {folder.relative_to(above).as_posix(): members for folder, members in folders.items()}
 
 
-def comparable(members: Sequence[Path], loaded: dict[Path, Run], mixed_code: bool) -> list[Run]:
-    """The runs of a study. Sessions may be of several versions of the code: no pair of runs is from two of them."""
+def comparable(members: Sequence[Path], loaded: dict[Path, Run], mixed_code: bool) -> tuple[list[Run], dict[str, str]]:
+    """The runs of a study that can be read, and why each of the others cannot, by its name; each is told to stderr.
+
+    Sessions may be of several versions of the code: no pair of runs is from two of them.
+    """
     in_sessions = _in_sessions(members)
+    left_out: dict[str, str] = {}
     if in_sessions is None:
-        runs = [_load(path, loaded) for path in members]
+        runs = []
+        for path in members:
+            try:
+                runs.append(_load(path, loaded))
+            except ConfigError as error:
+                if len(members) == 1:
+                    raise
+                print(wrap_lines(f"left out: {error}"), file=sys.stderr)
+                left_out[path.name] = str(error).replace(str(path), path.name)
+        require(bool(runs), f"none of the {len(members)} runs can be read, for the reasons above")
     else:
         chosen = {path.absolute() for path in members}
         runs = [run for run in read_study(in_sessions).runs.values() if run.path in chosen]
     check_comparable(runs, mixed_code or in_sessions is not None)
-    return runs
+    return runs, left_out
 
 
 def _in_sessions(members: Sequence[Path]) -> Path | None:

@@ -62,9 +62,17 @@ def verdict_counts(results: Results) -> dict[str, int]:
 
 
 def study_page(
-    title: str, runs: Sequence[Run], results: Results, viewers: Mapping[str, str], refresh_s: int | None = None
+    title: str,
+    runs: Sequence[Run],
+    results: Results,
+    viewers: Mapping[str, str],
+    refresh_s: int | None = None,
+    left_out: Mapping[str, str] | None = None,
 ) -> str:
-    """The page of `runs`; `viewers` has the address of each run's samples. With `refresh_s` it loads itself again."""
+    """The page of `runs`; `viewers` has the address of each run's samples. With `refresh_s` it loads itself again.
+
+    `left_out` says why others could not be read, by their names.
+    """
     place = {run.path: number for number, run in enumerate(runs)}
     rows = [_run(run, viewers.get(run.name, "")) for run in runs]
     effects = list(_effects(results, place))
@@ -87,6 +95,7 @@ def study_page(
         data,
         title=title,
         refresh_s=refresh_s,
+        left_out=left_out or {},
         axes=known,
         formats=formats,
         matrix=_matrix(results, effects, formats),

@@ -28,7 +28,7 @@ ROWS_IN_MEMORY = 300_000  # written together; memory holds at most the rows of o
 SMALLEST = {"compression": "brotli", "compression_level": 11, "max_rows_per_page": 2**31, "data_page_size": 2**30}
 CSV = "tidy.csv"
 KEPT_WITH_RUN = ("name", "seed")  # config keys that are listed with the run, not with its setting
-PRIVATE = ("argv", "base")  # of env.json; the base is listed with the run
+PRIVATE = ("argv", "base", "inputs")  # of env.json; the base is listed with the run
 # What claims, figures and the terminal table read, and what shows whether an arm did what it was meant to.
 STUDY_METRICS = (
     "reward/mean",

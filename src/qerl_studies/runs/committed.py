@@ -28,6 +28,8 @@ import pyarrow.parquet as parquet
 from qerl_core.checks import ConfigError, require
 from qerl_core.options.fingerprint import fingerprint
 from qerl_core.rundir.read_files import read_object
+from qerl_core.rundir.recorded_types import FLAG, OBJECT, OBJECTS, WHOLE, require_environment, require_kinds
+from qerl_core.rundir.recorded_types import TEXT as TEXT_KIND
 from qerl_studies.runs.parse import first_names
 
 SETTINGS, TIDY, ANSWERS = "settings.json", "tidy.parquet", "answers.parquet"
@@ -45,6 +47,9 @@ LATER = ("lenient", "finished", "tokens")  # columns that older studies lack
 NOT_KEPT = {"root": ".", "logger": {"_target_": "qerl_bench.logger.jsonl.LocalOnly", "name": "jsonl"}}
 KEPT_OF_DONE = ("started", "ended", "wall_s", "energy_j", "peak_memory_gib")
 REMEDY = "It is incomplete, or was edited. Collect it again: qerl-bench collect RUNS out="
+
+
+OF_RUN = {"fingerprint": TEXT_KIND, "seed": WHOLE, "environment": WHOLE, "finished": FLAG}  # what each run has
 
 
 @dataclass(frozen=True)
@@ -109,25 +114,34 @@ def _read(path: Path, _stamps: tuple[tuple[str, int, int], ...]) -> CommittedStu
     content = read_object(settings_file(path), f"{REMEDY}{path}")
     missing = sorted({"config", "settings", "environment", "environments", "runs"} - content.keys())
     require(not missing, f"{path / SETTINGS} has no {', '.join(missing)}. {REMEDY}{path}")
+    where, remedy = str(path / SETTINGS), f"{REMEDY}{path}"
+    require_kinds(where, content, dict.fromkeys(("config", "settings", "environment", "runs"), OBJECT), remedy)
+    require_kinds(where, content, {"environments": OBJECTS}, remedy)
+    for part in ("settings", "runs"):
+        require_kinds(f"{where}: {part}", content[part], dict.fromkeys(content[part], OBJECT), remedy)
     configs = {listed: content["config"] | varying for listed, varying in content["settings"].items()}
     for listed, config in configs.items():
         actual = fingerprint(nested(config))
         require(
             actual == listed,
-            f"{path / SETTINGS}: the config listed as {listed} has the fingerprint {actual}. {REMEDY}{path}",
+            f"{where}: the config listed as {listed} has the fingerprint {actual}. {remedy}",
         )
     runs: dict[str, dict[str, Any]] = content["runs"]
     environments = [content["environment"] | varying for varying in content["environments"]]
+    for environment in environments:
+        require_environment(where, environment, remedy)
+    for name, run in runs.items():
+        require_kinds(f"{where}: {name}", run, OF_RUN, remedy)
     broken = [
         name
         for name, run in runs.items()
-        if not run.keys() >= {"fingerprint", "seed", "environment", "finished"}
+        if not run.keys() >= OF_RUN.keys()
         or run["fingerprint"] not in configs
-        or run["environment"] >= len(environments)
+        or run["environment"] not in range(len(environments))
     ]
     require(
         not broken,
-        f"{path / SETTINGS} lacks the setting, the environment or the seed of {first_names(broken)}. {REMEDY}{path}",
+        f"{where} lacks the setting, the environment or the seed of {first_names(broken)}. {remedy}",
     )
     return CommittedStudy(path, configs, environments, runs, _read_metrics(path, runs), _read_answers(path, runs))
 
@@ -214,12 +228,13 @@ def _as_type(path: Path, column: pa.ChunkedArray, field: pa.Field) -> pa.Chunked
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of a mapping with dotted keys."""
+    """The tree of a mapping with dotted keys. Raises ConfigError if a key is both a value and the parent of others."""
     tree: dict[str, Any] = {}
     for key, value in flat.items():
         *parents, last = key.split(".")
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})
+            require(isinstance(node, dict), f"{SETTINGS}: {key} lies below {parent}, which has a value")
         node[last] = value
     return tree

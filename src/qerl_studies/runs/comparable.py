@@ -9,6 +9,7 @@ import pandas as pd
 import pyarrow as pa
 
 from qerl_core.checks import ConfigError, require
+from qerl_studies.runs.environments import attempts_of, codes_of
 from qerl_studies.runs.find import chosen_runs
 from qerl_studies.runs.load import Run, load_run, tidy_rows
 from qerl_studies.runs.parse import first_names
@@ -25,11 +26,14 @@ def check_comparable(runs: Sequence[Run], mixed_code: bool) -> None:
     by_definition: dict[str, dict[str, list[str]]] = {}
     for run in runs:
         by_name.setdefault(run.name, []).append(run)
-        by_code.setdefault(run.code, []).append(run.name)
+        for code in codes_of(run.environment):
+            by_code.setdefault(code, []).append(run.name)
         for metric, definition in run.environment.get("metrics", {}).items():
             by_definition.setdefault(metric, {}).setdefault(definition, []).append(run.name)
-        for file, version in run.environment.get("own_code", {}).items():
-            by_own_code.setdefault(file, {}).setdefault(version[:12], []).append(run.name)
+        for attempt in attempts_of(run.environment):
+            for file, version in (attempt.get("own_code") or {}).items():
+                names = by_own_code.setdefault(file, {}).setdefault(version[:12], [])
+                names += [] if run.name in names else [run.name]
     for name, group in by_name.items():
         folders = " and ".join(str(run.path) for run in group)
         require(len(group) == 1, f"the run {name} was found twice, in {folders}: pass only one of them")

@@ -22,9 +22,11 @@ from qerl_core.options.fingerprint import canonical, fingerprint, flat, scientif
 from qerl_core.rundir.checkpoints import is_finished
 from qerl_core.rundir.checksums import DONE
 from qerl_core.rundir.read_files import read_config, read_object, read_table
+from qerl_core.rundir.recorded_types import RESULT, require_config, require_environment, require_kinds
 from qerl_core.rundir.run_checks import check_records, saved
 from qerl_studies.runs import parse
 from qerl_studies.runs.committed import LATER, TEXT, find_study
+from qerl_studies.runs.environments import block_of, codes_of, device_of
 
 Cell = tuple[str, int]  # base model and seed: runs of different settings are compared within a cell
 
@@ -34,7 +36,7 @@ BASE_KEYS = frozenset(
     {"model.seed", "model.dither", "aqn.sigma_of_base"}
 )  # config keys that select the base model, or belong to it
 PLACE_KEYS = frozenset({"model.id", "model.revision"})  # where it came from, which its digest makes irrelevant
-LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "numpy")  # those that any run may compute with
+OUT = "Leave the run out"
 MEASURED = ("kind", "step", "metric", "value")
 NUMERIC = dict.fromkeys(("lora_rank", "seed", "step"), "int64") | {
     "lr": "float64",
@@ -75,14 +77,13 @@ class Run:
 
     @property
     def code(self) -> str:
-        """The version of the code that made this run: the digest of its sources or, without it, the commit."""
-        env = self.environment
-        return str(env.get("code") or f"of commit {env.get('commit')}{' with changes' if env.get('dirty') else ''}")
+        """The version of the code that made this run, or those that made its steps one after the other."""
+        return ", then ".join(codes_of(self.environment))
 
     @property
     def device(self) -> str:
         """The name of the GPU, cpu, or unknown."""
-        return str(self.environment.get("gpu") or self.environment.get("device", "unknown"))
+        return device_of(self.environment)
 
     @cached_property
     def base(self) -> str:
@@ -108,12 +109,7 @@ class Run:
     @property
     def block(self) -> str:
         """Machine and library versions, which can change numbers, as far as they were recorded."""
-        packages: dict[str, Any] = self.environment.get("packages", {})
-        cpu = self.environment.get("cpu")
-        versions = [f"{name} {packages[name]}" for name in LIBRARIES if packages.get(name)]
-        if self.environment.get("gpu") and packages.get("triton"):
-            versions.append(f"triton {packages['triton']}")
-        return ", ".join([self.device, *([cpu] if cpu else []), *versions])
+        return block_of(self.environment)
 
     @cached_property
     def cell(self) -> Cell:
@@ -273,12 +269,19 @@ def load_run(path: str | os.PathLike[str], metrics: bool = True) -> Run:
     finished = is_finished(path)
     if metrics:
         check_records(path, "Or leave the run out")
+    config, environment, done = (
+        read_config(path / "config.yaml"),
+        *(_object(path, name, finished) for name in ("env.json", DONE)),
+    )
+    require_config(str(path / "config.yaml"), config, OUT)
+    require_environment(str(path / "env.json"), environment, OUT)
+    require_kinds(str(path / DONE), done, RESULT, OUT)
     return Run(
         path=path,
-        config=read_config(path / "config.yaml"),
-        environment=_object(path, "env.json", finished),
+        config=config,
+        environment=environment,
         finished=finished,
-        done=_object(path, DONE, finished),
+        done=done,
         metrics=parse.read_metrics(path / "metrics.jsonl", finished) if metrics else parse.long_table({}, {}),
     )
 

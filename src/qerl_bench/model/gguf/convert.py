@@ -27,6 +27,7 @@ from qerl_bench.model.gguf.safetensors import lay_out, rounded, write_at
 from qerl_bench.model.gguf.tied import finer_of_one
 from qerl_bench.model.gguf.vocabulary import stop_tokens, write_tokenizer
 from qerl_bench.model.gguf.weights import Dither, bits_per_weight, check_kinds, chunks, dequantized, was_rounded
+from qerl_core.checks import require
 from qerl_core.process.progress import phase
 from qerl_core.rundir.durable import atomically, make_folder
 from qerl_core.rundir.locks import wait_for_lock
@@ -115,6 +116,9 @@ def told(record: Mapping[str, Any]) -> str | None:
 
 
 def _convert(path: Path, dither: Dither | None, dtype: str, folder: Path) -> None:
+    """Fill `folder`. Raises ConfigError if the file is replaced or written to meanwhile."""
+    before = _state(path)
+    digest = file_digest(path)
     header = describe(path, dither, folder)
     config = json.loads((folder / "config.json").read_text())
     wanted = places(architecture_of(header), config["num_hidden_layers"])
@@ -128,9 +132,10 @@ def _convert(path: Path, dither: Dither | None, dtype: str, folder: Path) -> Non
         tied = serving is not None
         _write(folder / "config.json", config | {"tie_word_embeddings": tied, "dtype": dtype})
         _write_weights(header, dither, dtype, sources, config, folder, pool)
+    require(_state(path) == before, f"{path} was changed while it was read. Repeat the command when it is whole")
     record = {
         "file": path.name,
-        "digest": f"sha256:{file_digest(path)[:DIGITS]}",
+        "digest": f"sha256:{digest[:DIGITS]}",
         "tensors": Counter(tensor.kind for tensor in header.tensors.values()),
         "rounded": was_rounded(header),
         "bits_per_weight": round(bits_per_weight(header), 3),
@@ -140,6 +145,12 @@ def _convert(path: Path, dither: Dither | None, dtype: str, folder: Path) -> Non
         "dither_scale": dither and dither.scale,
     }
     _write(folder / RECORD, record)
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """What tells a file from another one in its place, and from itself before a change."""
+    state = path.stat()
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
 
 
 def _write_weights(
