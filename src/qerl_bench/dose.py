@@ -25,6 +25,7 @@ from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.train.batch import make_batch
+from qerl_bench.train.reduced_sizes import Size
 from qerl_bench.train.update import precision
 from qerl_core.metrics.compute import entropy_ratio, mean, mean_entropy, mismatch_metrics
 from qerl_core.process.out_of_memory import NO_MEMORY, shortage, whole_or_halves
@@ -105,15 +106,15 @@ def probe_sampling(experiment: Experiment, samples: int, temperature: float, dra
     return Sampling(samples=samples, temperature=temperature, max_tokens=longest, seed=derive("probe", draw))
 
 
-def kl_to(experiment: Experiment, policy: Policy, rollouts: Sequence[Rollout]) -> float:
+def kl_to(experiment: Experiment, policy: Policy, rollouts: Sequence[Rollout], planned: Size | None = None) -> float:
     """The metric mismatch/kl of these rollouts: their sampler against the policy as it is now.
 
-    In the precision of training passes, of no more tokens at a time than their micro-batches, or as few as there is
-    memory for.
+    In the precision of training passes, of no more tokens at a time than their micro-batches, which a run has
+    `planned`, or as few as there is memory for.
     """
     ids = [one.prompt_ids for one in rollouts], [one.token_ids for one in rollouts]
     batch = make_batch(*ids, policy.pad_id, policy.device, [one.logprobs for one in rollouts])
-    planned, wanted = policy.training_cache.get("size"), experiment.train.micro_batch_tokens
+    wanted = experiment.train.micro_batch_tokens
     tokens = min(KL_TOKENS, wanted or KL_TOKENS, KL_TOKENS if planned is None else planned.tokens)
 
     def both(rows: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -145,6 +146,7 @@ def first_dose(
     groups: Sequence[Group],
     sampling: Sampling,
     world: World = ALONE,
+    planned: Size | None = None,
 ) -> dict[str, float]:
     """The metrics NOISE_DOSE of a step from its noisy `groups` and their `sampling`; the policy has no noise now.
 
@@ -159,7 +161,7 @@ def first_dose(
     engine.sleep()
     if not _kl_in_training(experiment):
         with unless_short("aqn/dose_kl"):
-            found["aqn/dose_kl"] = kl_to(experiment, policy, noisy)
+            found["aqn/dose_kl"] = kl_to(experiment, policy, noisy, planned)
     return found
 
 

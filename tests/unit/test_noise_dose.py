@@ -226,10 +226,8 @@ def test_passes_are_halved_where_memory_runs_out_and_no_larger_than_micro_batche
     tried.clear()
     longest = max(len(one.prompt_ids) + len(one.token_ids) for one in rollouts)
     small = make_experiment(*WITHOUT_SPLIT, f"train.micro_batch_tokens={longest}")
-    planned = {**policy.training_cache, "size": Size(longest, recorded=False)}
-    for of, kept in ((small, policy.training_cache), (experiment, planned)):
-        policy.training_cache = kept
-        assert dose.kl_to(of, policy, rollouts) == pytest.approx(wanted, rel=1e-4)
+    for of, planned in ((small, None), (experiment, Size(longest, recorded=False))):
+        assert dose.kl_to(of, policy, rollouts, planned) == pytest.approx(wanted, rel=1e-4)
         assert all(rows * width <= longest for rows, width in tried)
 
 

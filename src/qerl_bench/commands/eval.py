@@ -143,7 +143,8 @@ def reevaluate(
     check_checkpoint(checkpoint)
 
     from qerl_bench.eval.trained_on import without_trained
-    from qerl_bench.run_setup import evaluate, prepare_device, require_places, set_up
+    from qerl_bench.evaluation import evaluate
+    from qerl_bench.run_setup import prepare_device, require_places, set_up
     from qerl_bench.train.data_parallel import require_equal_weights
 
     asked, trained_on = without_trained(protocol.task, getattr(protocol.eval, "questions", None), trained.task)

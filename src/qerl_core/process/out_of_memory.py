@@ -1,5 +1,7 @@
 """Memory that runs out, of a GPU or of the machine, in words: in which phase, how much there was, and what to set.
 
+`Releasable` is what can give memory back, so that something else can go on.
+
 Left out: the kernel's out-of-memory killer, which sends SIGKILL and lets nobody speak.
 """
 
@@ -8,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from qerl_core.checks import TrainingStopped
 
@@ -31,6 +33,19 @@ SAID = re.compile(
 )
 
 OTHERS = re.compile(r" Process \d+ has [^.]+\.\d+ \w+ memory in use\.| See documentation for .*")  # of a GPU's message
+
+
+class Releasable(Protocol):
+    """Keeps memory between two uses, and makes again what it needs at the next."""
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether `release` would free anything."""
+        ...
+
+    def release(self) -> None:
+        """Free what is kept between uses."""
+        ...
 
 
 def shortage(error: BaseException | None) -> str | None:
