@@ -23,6 +23,7 @@ from qerl_bench.train.memory_plan import Size
 from qerl_core.metrics import compute, definitions
 from qerl_core.process.device import PhaseTimer
 from qerl_core.records import Prompt, Rollout
+from qerl_core.seeding import derive
 
 NOISE = ("aqn=constant", "aqn.level=0.3", "quant=bf16", "rollout.temperature=0.8", "rollout.group_size=3")
 
@@ -115,7 +116,12 @@ def test_the_curve_of_any_experiment(make_policy: Callable[..., Any], make_exper
     found = dose.curve(experiment, policy, engine, prompts, (0, 0.2, 0.8), (0, 1))
     assert [one.sigma for one in found] == [0, 0.2, 0.8]
     assert found[0].kl < 1e-6 < found[1].kl < found[2].kl
-    plain = [one for draw in (0, 1) for one in engine.generate(prompts, dose.probe_sampling(experiment, 3, 0.8, draw))]
+    longest = experiment.task.max_completion_tokens
+    plain = [
+        one
+        for draw in (0, 1)
+        for one in engine.generate(prompts, dose.group_sampling(experiment.rollout, longest, derive("probe", draw)))
+    ]
     assert found[0].entropy == pytest.approx(mean_entropy(policy, plain, 0.8), rel=1e-4)
     assert dose.curve(experiment, policy, engine, prompts, [0.2], (0, 1))[0] == found[1]
 
@@ -219,15 +225,15 @@ def test_passes_are_halved_where_memory_runs_out_and_no_larger_than_micro_batche
         tried.append(tuple(ids.shape))
         return full() if len(ids) > most else whole(ids, *words)
 
-    wanted = dose.kl_to(experiment, policy, rollouts)
+    wanted = dose.kl_to(experiment.train, 0.8, policy, rollouts)
     policy.token_stats = token_stats
-    assert dose.kl_to(experiment, policy, rollouts) == pytest.approx(wanted, rel=1e-4)
+    assert dose.kl_to(experiment.train, 0.8, policy, rollouts) == pytest.approx(wanted, rel=1e-4)
     assert tried[0][0] == 6 and tried[-1][0] <= most
     tried.clear()
     longest = max(len(one.prompt_ids) + len(one.token_ids) for one in rollouts)
     small = make_experiment(*WITHOUT_SPLIT, f"train.micro_batch_tokens={longest}")
     for of, planned in ((small, None), (experiment, Size(longest, recorded=False))):
-        assert dose.kl_to(of, policy, rollouts, planned) == pytest.approx(wanted, rel=1e-4)
+        assert dose.kl_to(of.train, 0.8, policy, rollouts, planned) == pytest.approx(wanted, rel=1e-4)
         assert all(rows * width <= longest for rows, width in tried)
 
 

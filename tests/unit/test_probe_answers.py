@@ -123,7 +123,8 @@ def test_a_search_for_a_rise_goes_on_where_it_was(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(rise, "mean_entropy", lambda sigma: 1 + sigma)
     monkeypatch.setattr(rise, "curve", lambda *given: doses)
     monkeypatch.setattr(rise, "on_base_of", lambda *given: nullcontext((None, None)))
-    experiment: Any = SimpleNamespace(task=SimpleNamespace(train_prompts=lambda *given: []), sampled=None)
+    task = SimpleNamespace(train_prompts=lambda *given: [], max_completion_tokens=4)
+    experiment: Any = SimpleNamespace(task=task, sampled=None, noise=None, rollout=None)
     nothing: Any = None
 
     def search(*keep: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from contextlib import closing
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -173,7 +174,9 @@ def merge_rounded(run_dir: Path, words: list[str]) -> str:
     policy.load(checkpoint)
     questions = given.get("questions", getattr(experiment.eval, "questions", None))
     samples = int(given.get("samples", 1))
-    cost = merging_cost(experiment, policy, None if questions is None else int(questions), samples)
+    asked = None if questions is None else int(questions)
+    with closing(experiment.engine.build(policy)) as engine:
+        cost = merging_cost(experiment.task, experiment.train, policy, engine, asked, samples)
     assert policy.merging is not None
     for path, layer in policy.merging.layers().items():
         policy.model.set_submodule(path, layer)
