@@ -156,17 +156,17 @@ def first_dose(
 
     Without aqn/dose_kl if training will measure it, and without numbers that there is no memory for.
     """
-    few = groups[: max(1, COMPLETIONS // sampling.samples)]
-    noisy = [rollout for group in few for rollout in group.rollouts]
-    found = policy.noise.scale_share()
+    some = groups[: max(1, COMPLETIONS // sampling.samples)]
+    noisy = [rollout for group in some for rollout in group.rollouts]
+    metrics = policy.noise.scale_share()
     with nullcontext() if world.size > 1 else unless_short("aqn/dose_entropy"):  # ranks wait for what each samples
-        quiet = engine.generate([group.rollouts[0].prompt for group in few], sampling)
-        found["aqn/dose_entropy"] = entropy_ratio(noisy, quiet)
+        quiet = engine.generate([group.rollouts[0].prompt for group in some], sampling)
+        metrics["aqn/dose_entropy"] = entropy_ratio(noisy, quiet)
     engine.sleep()
     if not _kl_in_training(specs):
         with unless_short("aqn/dose_kl"):
-            found["aqn/dose_kl"] = kl_to(specs.train, sampling.temperature, policy, noisy, planned)
-    return found
+            metrics["aqn/dose_kl"] = kl_to(specs.train, sampling.temperature, policy, noisy, planned)
+    return metrics
 
 
 @contextmanager
@@ -193,7 +193,7 @@ def trained_kl(specs: Specs, found: Mapping[str, float]) -> dict[str, float]:
     return {"aqn/dose_kl": kl} if _kl_in_training(specs) else {}
 
 
-def in_words(step: int, found: Mapping[str, float]) -> str:
+def summary_line(step: int, found: Mapping[str, float]) -> str:
     """The dose in a line, from the metrics of the step."""
     share, kl, ratio = (found.get(f"aqn/{name}", math.nan) for name in ("sigma_share", "dose_kl", "dose_entropy"))
     scale = "" if math.isnan(share) else f" ({share:.1%} of the median norm scale)"

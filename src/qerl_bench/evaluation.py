@@ -20,9 +20,9 @@ from qerl_bench.eval.record import record_evaluation
 from qerl_bench.eval.untrained import evaluation_of, key_of_untrained
 from qerl_bench.eval.validation import metrics_of_validation, reduced
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.model.remembered import alone, locks, recall, remember
+from qerl_bench.model.check_cache import exclusively, locks, recall, remember
 from qerl_bench.run_setup import Setup, on_base_of
-from qerl_bench.train.nonfinite import during
+from qerl_bench.train.nonfinite import blaming
 from qerl_core.process.out_of_memory import memory_for
 from qerl_core.process.progress import phase
 
@@ -38,8 +38,8 @@ def evaluate_policy(
     """
     experiment, policy, engine, run, state, world = setup
     other = experiment.answering if other is None else other
-    with on_base_of(other, key, experiment, policy, engine, state) as (asked, sampler):
-        evaluation = evaluator.evaluate(asked, sampler, experiment.task, run, experiment.seed, world)
+    with on_base_of(other, key, experiment, policy, engine, state) as (evaluated, sampler):
+        evaluation = evaluator.evaluate(evaluated, sampler, experiment.task, run, experiment.seed, world)
         sampler.sleep()  # training needs its memory, and its counts are those of an evaluation
     quant = experiment.merged_into or experiment.quant if other is experiment else other.quant
     settings = {"quant": quant.name, "quantizer": other.quantizer.name}
@@ -56,7 +56,7 @@ def evaluate_untrained(setup: Setup) -> Evaluation | None:
     key = key_of_untrained(vars(experiment), policy, experiment.model.remote_code(), world.size)
     if experiment.answering.quantizer.calibration is not None:
         key = None  # codes of a text that may be another one
-    with alone(key if world.first else None, locks(), "the same evaluation of an untrained policy"):
+    with exclusively(key if world.first else None, locks(), "the same evaluation of an untrained policy"):
         known = world.from_first(lambda: recall(key, folder))
         if known is not None:
             log.info(
@@ -76,7 +76,7 @@ def evaluate(setup: Setup, step: int, known: Mapping[str, Any] | None = None, un
     What is `known` of the questions goes to the settings on record.
     """
     experiment, run = setup.experiment, setup.run
-    with during(f"evaluation after step {step}"), memory_for("evaluation"), phase("evaluation"):
+    with blaming(f"evaluation after step {step}"), memory_for("evaluation"), phase("evaluation"):
         evaluation = evaluate_untrained(setup) if untrained else evaluate_policy(setup, experiment.eval)
     if evaluation is None:
         return []
@@ -90,7 +90,7 @@ def evaluate(setup: Setup, step: int, known: Mapping[str, Any] | None = None, un
 
 def validate(setup: Setup, step: int) -> dict[str, float]:
     """The point of the curve of held-out accuracy at `step`; it is on record only as these metrics."""
-    with during(f"validation after step {step}"), memory_for("evaluation"), phase("validation"):
+    with blaming(f"validation after step {step}"), memory_for("evaluation"), phase("validation"):
         evaluation = evaluate_policy(setup, reduced(setup.experiment.eval, setup.experiment.task))
     assert evaluation is not None
     return metrics_of_validation(evaluation.samples)
@@ -102,17 +102,17 @@ def answers_in_other_formats(setup: Setup, step: int) -> dict[str, float]:
     Its answers go to samples_in_formats.parquet, with a column `format`.
     """
     experiment, run = setup.experiment, setup.run
-    found: dict[str, float] = {}
+    in_formats: dict[str, float] = {}
     answers: list[pd.DataFrame] = []
     for name, other in experiment.also_answering.items():
-        with during(f"evaluation in {name}"), memory_for("evaluation"), phase(f"evaluation in {name}"):
+        with blaming(f"evaluation in {name}"), memory_for("evaluation"), phase(f"evaluation in {name}"):
             evaluation = evaluate_policy(setup, experiment.eval, other, "eval.also")
         assert evaluation is not None  # eval.also belongs to eval=task
         log.info("step %d, answered in %s: %s", step, name, ", ".join(map(str, evaluation.scores)))
         metrics = metrics_of(evaluation.scores)
-        found |= {metric.replace("eval/", f"eval/in/{name}/", 1): value for metric, value in metrics.items()}
+        in_formats |= {metric.replace("eval/", f"eval/in/{name}/", 1): value for metric, value in metrics.items()}
         answers.append(pd.DataFrame(evaluation.samples).assign(step=step, format=name))
     if answers:
         with run.replacing("samples_in_formats.parquet") as file:
             pd.concat(answers, ignore_index=True).to_parquet(file, index=False)
-    return found
+    return in_formats

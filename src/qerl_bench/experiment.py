@@ -50,7 +50,7 @@ from qerl_bench.train.data_parallel import require_equal_weights
 from qerl_bench.train.lag import Lag
 from qerl_bench.train.memory_plan import planned_before
 from qerl_bench.train.no_signal import no_signal_message
-from qerl_bench.train.nonfinite import during
+from qerl_bench.train.nonfinite import blaming
 from qerl_bench.train.recorded_passes import recorded_passes
 from qerl_bench.train.rollout_records import TokenColumns, kept_records
 from qerl_bench.train.spec import CheckpointSpec
@@ -205,13 +205,13 @@ def train_step(setup: Setup, optimizer: torch.optim.Optimizer, lag: Lag, step: i
                 if policy.rounding is not None:
                     counts = world.gather(policy.rounding.take())
                     step_metrics["activations/underflow"] = compute.ratio(counts)
-        finally:  # whoever looks into a step that failed needs its completions too
-            shown = groups[: experiment.train.kept_groups]
+        finally:  # completions of a step that failed are needed to look into it
+            kept = groups[: experiment.train.kept_groups]
             advantages = batch.advantages.tolist()
-            run.append("rollouts.jsonl", kept_records(step, shown, advantages, columns, policy.tokenizer.batch_decode))
+            run.append("rollouts.jsonl", kept_records(step, kept, advantages, columns, policy.tokenizer.batch_decode))
     if noise_begins:
         step_metrics |= dose.trained_kl(experiment, step_metrics)
-        log.info(dose.in_words(step, step_metrics))
+        log.info(dose.summary_line(step, step_metrics))
     step_metrics |= {f"time/{phase}_s": seconds for phase, seconds in timer.seconds.items()}
     step_metrics["time/idle_s"] = 2 * timer.seconds["step"] - sum(timer.seconds.values())
     step_metrics["packed_share"] = policy.packed_share
@@ -265,7 +265,7 @@ def collect_rollouts(
                 noise_reports.append(report)
                 with timer("sync"):
                     sync_reports.append(engine.sync(prompts_of_draw))
-                with timer("rollout"), during(f"step {step}, sampling"):
+                with timer("rollout"), blaming(f"step {step}, sampling"):
                     rollouts += engine.generate(prompts_of_draw, sampling)
         with timer("reward"):
             graded = world.split(grade, rollouts)
@@ -287,12 +287,12 @@ def collect_rollouts(
 
 def evaluate_and_log(setup: Setup, mirror: MetricsMirror, step: int) -> None:
     experiment, run = setup.experiment, setup.run
-    asked = replace(experiment, eval=evaluation_after(experiment.eval, step))
-    if scores := evaluate(setup._replace(experiment=asked), step, untrained=step == 0):
+    with_eval = replace(experiment, eval=evaluation_after(experiment.eval, step))
+    if scores := evaluate(setup._replace(experiment=with_eval), step, untrained=step == 0):
         last = step == experiment.steps > 0
         metrics = metrics_of(scores) | (answers_in_other_formats(setup, step) if last else {})
         run.log("eval", step, metrics)
         mirror.log("eval", step, metrics)
         if is_on(experiment.eval, experiment.steps, experiment.save_every):
-            found = validation_of_whole(experiment.eval, experiment.task, run, step)
-            log_validation(run, mirror, step, found)
+            validation = validation_of_whole(experiment.eval, experiment.task, run, step)
+            log_validation(run, mirror, step, validation)

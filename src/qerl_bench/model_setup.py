@@ -148,7 +148,7 @@ def build_policy(experiment: Experiment, base: Path | None, device: str, like: P
 
 @contextmanager
 def _first_pass(name: str, quant: str) -> Iterator[None]:
-    """An error of a model of others in its first forward pass becomes a ConfigError."""
+    """Turns an exception of a third-party model in its first forward pass into a ConfigError."""
     try:
         yield
     except (TypeError, AttributeError, RuntimeError, LookupError, ValueError) as error:

@@ -14,17 +14,17 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from qerl_bench.engine.base import EngineSpec, RolloutEngine, innermost
+from qerl_bench.engine.reference_generation import refusing_model_errors
 from qerl_bench.engine.sampled_check import sampled_check
 from qerl_bench.engine.shared import SharedEngine
-from qerl_bench.engine.untouched import or_refused
 from qerl_bench.experiment_spec import Experiment
+from qerl_bench.model.check_cache import key_of, passed_before, recall, remember
 from qerl_bench.model.digest import digest_of, name_of_base
-from qerl_bench.model.gguf.convert import record_of, told
+from qerl_bench.model.gguf.convert import record_of, rounding_notice
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import preflight
-from qerl_bench.model.remembered import key_of, passed_before, recall, remember
-from qerl_bench.model.stock import Origin
+from qerl_bench.model.reference_model import Origin
 from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.quant.base import WeightFormat
@@ -120,7 +120,7 @@ def set_up(
         digest = digest_of(experiment.model, base)
     origin = record_of(base)
     run.write_environment(device, digest, experiment.model.remote_code(), world.size, origin)
-    if origin is not None and (rounded := told(origin)):
+    if origin is not None and (rounded := rounding_notice(origin)):
         log.info(rounded)
     if device == "cpu" and experiment.model.dtype == "bfloat16" and multiplies_bf16() is False:
         log.warning(
@@ -177,7 +177,7 @@ def checked_engine(
     known = recall(key, passed_before())
     with (
         phase("comparing the trainer with plain transformers"),
-        or_refused(f"the trainer cannot compute {where}", remedy="model.dtype=float32, or another model"),
+        refusing_model_errors(f"the trainer cannot compute {where}", remedy="model.dtype=float32, or another model"),
     ):
         checked = preflight(policy, experiment.quant, where, known)
     with phase("preparing the engine"):

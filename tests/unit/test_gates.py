@@ -55,7 +55,7 @@ STUDY = CONF_DIR.parent / "studies" / "worlds-2026" / "study.yaml"
 
 @pytest.fixture(autouse=True)
 def committed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if all of this checkout were: tests/unit/test_accountable.py has what happens otherwise."""
+    """As if all of this checkout were: tests/unit/test_provenance.py has what happens otherwise."""
     monkeypatch.setattr(study, "account_for_changes", lambda *_: None)
 
 

@@ -169,14 +169,14 @@ def test_a_run_says_it_once_at_its_first_noisy_step(
 )
 def test_the_line_says_what_the_numbers_mean(kl: float, words: str) -> None:
     found = {"aqn/sigma": 0.01, "aqn/sigma_share": 0.0125, "aqn/dose_kl": kl, "aqn/dose_entropy": 1.004}
-    line = dose.in_words(7, found)
+    line = dose.summary_line(7, found)
     assert line.startswith("first noise, step 7: sigma 0.01 (1.2% of the median norm scale): KL ") and "x1.00" in line
     assert line.endswith(f"changes {words}")
     del found["aqn/sigma_share"]
-    assert "norm scale" not in dose.in_words(7, found)
+    assert "norm scale" not in dose.summary_line(7, found)
     found |= {"aqn/dose_entropy": math.nan}
     del found["aqn/dose_kl"]
-    assert dose.in_words(7, found).endswith(": KL unknown, entropy unknown")
+    assert dose.summary_line(7, found).endswith(": KL unknown, entropy unknown")
 
 
 def test_a_policy_that_is_sure_of_everything_has_no_ratio_of_entropies() -> None:
@@ -250,7 +250,7 @@ def test_a_run_goes_on_without_a_number_that_there_is_no_memory_for(
     found = dose.first_dose(experiment, policy, engine, groups, rollout_sampling(experiment, 1))
     assert {"aqn/dose_entropy", "aqn/dose_kl"} - found.keys() == {lacking}
     assert len([line for line in caplog.messages if lacking in line and "CUDA out of memory" in line]) == 1
-    assert "unknown" in dose.in_words(1, found | {"aqn/sigma": 0.3})
+    assert "unknown" in dose.summary_line(1, found | {"aqn/sigma": 0.3})
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("something else")

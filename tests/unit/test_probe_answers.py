@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qerl_bench.commands.probe import check, parsed
+from qerl_bench.commands.probe import check, parse_options
 from qerl_bench.dose import Dose
 from qerl_bench.probe import rise
 from qerl_bench.probe.answers import SCHEMA, TOP_P, Asked, asked_at, numbers, sampling, table
@@ -187,12 +187,14 @@ def test_advice_names_the_options_with_their_numbers() -> None:
     ],
 )
 def test_a_wrong_option_is_refused(word: str, says: str) -> None:
-    options, words = parsed(["model=tiny", "task=arithmetic", word])
+    options, words = parse_options(["model=tiny", "task=arithmetic", word])
     with pytest.raises(ConfigError, match=says):
         check(options, words)
 
 
 def test_words_of_a_run_are_told_from_those_of_the_probe() -> None:
-    options, words = parsed(["model=hub", "task.answer_format=boxed", "formats=bf16,nf4", "questions=8", "seed=3"])
+    options, words = parse_options(
+        ["model=hub", "task.answer_format=boxed", "formats=bf16,nf4", "questions=8", "seed=3"]
+    )
     assert words == ["model=hub", "task.answer_format=boxed", "seed=3"]
     assert options.formats == ["bf16", "nf4"] and options.questions == 8

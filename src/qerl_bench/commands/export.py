@@ -164,7 +164,7 @@ def merge_rounded(run_dir: Path, words: list[str]) -> str:
     require_gpu(experiment.device)
     with hidden_packages():
         from qerl_bench.model_setup import base_checkpoint, build_policy
-        from qerl_bench.probe.merging_cost import in_words, merging_cost
+        from qerl_bench.probe.merging_cost import cost_table, merging_cost
         from qerl_bench.quant.export import export
         from qerl_bench.run_setup import prepare_device
 
@@ -183,7 +183,7 @@ def merge_rounded(run_dir: Path, words: list[str]) -> str:
     export(policy.model, policy.tokenizer, merged_into, out)
     told = {"run": str(run_dir.resolve()), "checkpoint": checkpoint.name, "quant": merged_into.name}
     (out / "merging.json").write_text(json.dumps(told | cost, indent=1) + "\n")
-    return f"{in_words(cost)}\n{out}: {run_dir.name}, {checkpoint.name}, as {merged_into.name}"
+    return f"{cost_table(cost)}\n{out}: {run_dir.name}, {checkpoint.name}, as {merged_into.name}"
 
 
 def rounded_experiment(stored: DictConfig, quant: str) -> Experiment:

@@ -2,7 +2,7 @@
 
     python -m qerl_bench.conduct.probe_process STUDY.yaml BASE FORMAT[,FORMAT] ARM[,ARM] [word ...]
 
-A process of its own for each base, which pretrains the base, or converts the copy of a GGUF file, first if nobody has.
+A process of its own for each base, which pretrains the base, or converts the copy of a GGUF file, first if none has.
 The results, which later calls only complete, are in probes/ below root.
 """
 
@@ -28,7 +28,7 @@ from qerl_bench.model.gguf.convert import record_of
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import base_checkpoint, build_noise, build_policy
 from qerl_bench.probe.answers import asked_at, numbers
-from qerl_bench.probe.measure import Reference, Wanted, measure, questions_scored
+from qerl_bench.probe.measure import ProbePlan, Reference, measure, questions_scored
 from qerl_bench.probe.rise import sigma_of_rise
 from qerl_bench.run_setup import prepare_device
 from qerl_bench.task.base import Task
@@ -127,21 +127,21 @@ def detailed_answers(
     engine: RolloutEngine,
 ) -> dict[str, Any]:
     """All that a probe with details has of one format; its answers go to a file. The first format is the reference."""
-    first, wanted = design.formats[0], wanted_of(design, base)
+    first, plan = design.formats[0], probe_plan(design, base)
     if reference.policy is None and quant != first:  # measured in an earlier call
         again_asked(design, base, reference, checkpoint, policy.device.type)
-    found, rows = measure(experiment, policy, engine, wanted, reference)
+    found, rows = measure(experiment, policy, engine, plan, reference)
     file = design.answers_file(base, quant)
     file.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(rows, file, compression="zstd")
     return found
 
 
-def wanted_of(design: Design, base: int) -> Wanted:
+def probe_plan(design: Design, base: int) -> ProbePlan:
     """What a probe with details measures. Copies of a file have random numbers of their own, bases the same."""
     size, dose, copy = design.probe, design.dose, design.units[base].first_seed
     first = 0 if copy is None else copy * dose.draws
-    return Wanted(
+    return ProbePlan(
         questions=size.questions,
         split=size.split,
         samples=size.samples,
@@ -156,11 +156,11 @@ def wanted_of(design: Design, base: int) -> Wanted:
 
 def again_asked(design: Design, base: int, reference: Reference, checkpoint: Path | None, device: str) -> None:
     """The reference of a base whose first format was measured before: its policy, and those answers that are scored."""
-    plain, wanted = build(compose(design.base_words(design.plain(design.formats[0]), base))), wanted_of(design, base)
+    plain, plan = build(compose(design.base_words(design.plain(design.formats[0]), base))), probe_plan(design, base)
     policy = build_policy(plain, checkpoint, device)
     with closing(plain.engine.build(policy)) as engine:
-        prompts = wanted.prompts_of(plain.task)[: questions_scored(wanted.samples)]
-        reference.take(plain.train, policy, asked_at(plain.task, engine, prompts, 1, wanted.samples, wanted.draw))
+        prompts = plan.prompts_of(plain.task)[: questions_scored(plan.samples)]
+        reference.take(plain.train, policy, asked_at(plain.task, engine, prompts, 1, plan.samples, plan.draw))
 
 
 def machine(device: str) -> dict[str, Any]:

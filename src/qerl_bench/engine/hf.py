@@ -123,19 +123,19 @@ class HFEngine:
 
         If inputs are rounded, the share that became zero since the last call is one of them.
         """
-        found = {} if self.sampler is None else self.sampler.sleep()
+        metrics = {} if self.sampler is None else self.sampler.sleep()
         if self.policy.rounding is not None:
-            found["activations/underflow_rollout"] = compute.ratio([self.policy.rounding.take()])
-        return found
+            metrics["activations/underflow_rollout"] = compute.ratio([self.policy.rounding.take()])
+        return metrics
 
     def record(self) -> dict[str, Any]:
-        said: dict[str, Any] = {"engine": "hf", "copies_of_weights": 1, "decoding": self.decoding}
-        said |= {"max_num_seqs": self.configured.rows, "invariant": self.limits.invariant, "order": "as given"}
-        said["tf32"] = self.tf32
-        said["kernels"] = self.policy.kernels  # of each layer
+        record: dict[str, Any] = {"engine": "hf", "copies_of_weights": 1, "decoding": self.decoding}
+        record |= {"max_num_seqs": self.configured.rows, "invariant": self.limits.invariant, "order": "as given"}
+        record["tf32"] = self.tf32
+        record["kernels"] = self.policy.kernels  # of each layer
         if self.sampler is None:
-            return said
-        return said | self.sampler.record()
+            return record
+        return record | self.sampler.record()
 
     def require_room(self, prompts: list[Prompt], sampling: Sampling) -> None:
         require_room(self.policy, prompts, sampling)

@@ -145,13 +145,14 @@ class Policy:
 
     def ids_of_each(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """`ids_of` each prompt, in one call of the tokenizer: a call costs as much as hundreds of texts."""
-        asked = [prompt.messages for prompt in prompts if prompt.token_ids is None]
-        ids = iter(prompt_ids(self.tokenizer, asked, [self.prompt_text(messages) for messages in asked]))
-        found = [next(ids) if prompt.token_ids is None else list(prompt.token_ids) for prompt in prompts]
+        conversations = [prompt.messages for prompt in prompts if prompt.token_ids is None]
+        texts = [self.prompt_text(messages) for messages in conversations]
+        encoded = iter(prompt_ids(self.tokenizer, conversations, texts))
+        sequences = [next(encoded) if prompt.token_ids is None else list(prompt.token_ids) for prompt in prompts]
         with naming(str(self.folder or self.base)):
-            for prompt, one in zip(prompts, found, strict=True):
-                require_rows(self.tokenizer, [one], self.rows, f"the prompt {prompt.id}")
-        return found
+            for prompt, ids in zip(prompts, sequences, strict=True):
+                require_rows(self.tokenizer, [ids], self.rows, f"the prompt {prompt.id}")
+        return sequences
 
     def text_of(self, prompt: Prompt) -> str:
         """What the model reads of a prompt, special tokens included."""

@@ -31,7 +31,7 @@ KL_ANSWERS = 1_024  # that are scored by another policy, at most, of the first q
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class ProbePlan:
     """What to measure: `questions` of a `split`, `samples` answers each at `temperatures`, noise of `sigmas`.
 
     `prompts` x `draws` groups of answers measure a sigma. `draw` names the random numbers of all.
@@ -70,7 +70,7 @@ def measure(
     experiment: Experiment,
     policy: Policy,
     engine: RolloutEngine,
-    wanted: Wanted,
+    plan: ProbePlan,
     reference: Reference,
     keep: Keep = anew,
     tell: Callable[[Sequence[Asked]], None] = lambda asked: None,
@@ -83,8 +83,8 @@ def measure(
     started = keep("started", lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     reset_peak(policy.device.type)
     asked: list[Asked] = []
-    for t in wanted.temperatures:
-        asked.append(answers_of(experiment.task, engine, wanted, keep, t, policy.device.type))
+    for t in plan.temperatures:
+        asked.append(answers_of(experiment.task, engine, plan, keep, t, policy.device.type))
         tell(asked)
     (plain,) = (one for one in asked if one.temperature == 1)
     if reference.policy is None:
@@ -96,7 +96,7 @@ def measure(
         "entropy": found["entropy"],
         "temperatures": {f"{one.temperature:g}": numbers(one) for one in asked},
         "kl": keep("kl", lambda: kl_between(experiment.train, policy, plain, reference)),
-        "curve": noise_curve(experiment, policy, engine, wanted, keep),
+        "curve": noise_curve(experiment, policy, engine, plan, keep),
         "norm_scale": policy.noise.median_scale(),
         "tokens_per_s": sum(one.tokens for one in asked) / sum(one.seconds for one in asked),
         "weights_gib": weights_gib(policy),
@@ -105,7 +105,7 @@ def measure(
         "started": started,
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    return result, table(asked, wanted.texts)
+    return result, table(asked, plan.texts)
 
 
 def questions_scored(samples: int) -> int:
@@ -132,26 +132,26 @@ def kl_between(train: TrainSpec, policy: Policy, plain: Asked, reference: Refere
 
 
 def answers_of(
-    task: Task, engine: RolloutEngine | None, wanted: Wanted, keep: Keep, temperature: float, device: str
+    task: Task, engine: RolloutEngine | None, plan: ProbePlan, keep: Keep, temperature: float, device: str
 ) -> Asked:
     """The answers at a temperature; without an engine they must be known."""
-    prompts, name = wanted.prompts_of(task), f"temperature {temperature:g}"
-    how = temperature, wanted.samples, wanted.draw
+    prompts, name = plan.prompts_of(task), f"temperature {temperature:g}"
+    how = temperature, plan.samples, plan.draw
     return kept_answers(keep, name, task, engine, prompts, *how, device)
 
 
 def noise_curve(
-    experiment: Experiment, policy: Policy, engine: RolloutEngine, wanted: Wanted, keep: Keep = anew
+    experiment: Experiment, policy: Policy, engine: RolloutEngine, plan: ProbePlan, keep: Keep = anew
 ) -> list[dict[str, Any]]:
     """Entropy, KL and accuracy without noise and with each sigma, of equal random numbers; empty without sigmas."""
-    prompts = experiment.task.train_prompts(1, wanted.prompts, derive("dose"))
+    prompts = experiment.task.train_prompts(1, plan.prompts, derive("dose"))
     at_one = replace(experiment, rollout=replace(experiment.rollout, temperature=1.0))
 
     def dose(sigma: float) -> dict[str, Any]:
-        (one,) = curve(at_one, policy, engine, prompts, [sigma], wanted.draws)
+        (one,) = curve(at_one, policy, engine, prompts, [sigma], plan.draws)
         return asdict(one)
 
-    sigmas = [0.0, *wanted.sigmas] if wanted.sigmas else []
+    sigmas = [0.0, *plan.sigmas] if plan.sigmas else []
     return [
         keep(f"sigma {sigma!r}", partial(dose, sigma)) for sigma in bar(sigmas, "measuring noise", len(sigmas), "sizes")
     ]

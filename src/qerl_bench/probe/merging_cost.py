@@ -60,7 +60,7 @@ def merging_cost(
     }
 
 
-def in_words(cost: dict[str, Any]) -> str:
+def cost_table(cost: dict[str, Any]) -> str:
     """A table of `merging_cost`."""
     names = {"apart": "adapter apart", "merged": "rounded together", "base": "base alone"}
     lines = [f"{cost['questions']} held-out questions x {cost['samples']}, temperature 1"]

@@ -16,12 +16,12 @@ import pyarrow as pa
 from qerl_bench.engine.base import RolloutEngine
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.digest import digest_of, name_of_base
-from qerl_bench.model.gguf.convert import record_of, told
+from qerl_bench.model.gguf.convert import record_of, rounding_notice
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.probe.answers import Asked, numbers, table
 from qerl_bench.probe.contamination import contamination, questions
-from qerl_bench.probe.measure import Reference, Wanted, answers_of, measure
+from qerl_bench.probe.measure import ProbePlan, Reference, answers_of, measure
 from qerl_bench.probe.parts import Parts, kept_answers
 from qerl_bench.probe.rise import sigma_of_rise
 from qerl_bench.run_setup import prepare_device
@@ -59,18 +59,18 @@ def runnable(experiments: dict[str, Experiment]) -> dict[str, Experiment]:
 def probe(
     experiments: dict[str, Experiment], options: Any, chosen: bool, out: Path
 ) -> tuple[dict[str, Any], pa.Table, Parts]:
-    """The record, the answers, and the parts in `out` that both are of, for whoever has written them to delete.
+    """The record, the answers, and the parts in `out` that both are of, to be deleted when both are written.
 
     The answer format is the best of those asked in, unless it was `chosen`.
     """
     first = next(iter(experiments.values()))
     device = prepare_device(first.device, first.quant)
     base = base_checkpoint(first.model, first.task, first.root)
-    if (origin := record_of(base)) and (rounded := told(origin)):
+    if (origin := record_of(base)) and (rounded := rounding_notice(origin)):
         log.info(rounded)
     digest = digest_of(first.model, base)
     completed = questions(first.task, options.contamination)
-    asked = experiments, asked_for(options), chosen, digest, wanted(options).prompts_of(first.task), completed
+    asked = experiments, asked_for(options), chosen, digest, probe_plan(options).prompts_of(first.task), completed
     parts = Parts(out, repr(asked))
     with note_at_stop(parts.in_words):
         probing = Probing(experiments, options, chosen, base, device, parts)
@@ -151,7 +151,7 @@ class Probing:
     ) -> dict[str, Any]:
         """All numbers of a weight format, and the text of a prompt."""
         assert policy is not None and engine is not None
-        keep, options, size = self.parts.of(quant), self.options, wanted(self.options)
+        keep, options, size = self.parts.of(quant), self.options, probe_plan(self.options)
         one = replace(self.experiments[quant], task=task)
 
         def tell(asked: Sequence[Asked]) -> None:
@@ -168,7 +168,7 @@ class Probing:
 
     def answers(self, quant: str, task: Task) -> list[Asked]:
         """The answers in a format, which are known, at all temperatures."""
-        size, keep = wanted(self.options), self.parts.of(quant)
+        size, keep = probe_plan(self.options), self.parts.of(quant)
         return [answers_of(task, None, size, keep, at, self.device) for at in size.temperatures]
 
     def in_answer_formats(self, record: dict[str, Any], engine: RolloutEngine | None) -> list[pa.Table]:
@@ -180,7 +180,7 @@ class Probing:
         found, tables = record["answer_formats"], []
         for name in names if len(names) > 1 else ():
             task = in_answer_format(self.first.task, name)
-            prompts = wanted(self.options).prompts_of(task)[:ANSWER_FORMAT_QUESTIONS]
+            prompts = probe_plan(self.options).prompts_of(task)[:ANSWER_FORMAT_QUESTIONS]
             how = f"answers in {name}", task, engine, prompts, 0, 1, "answers", self.device
             asked = kept_answers(self.parts, *how)
             found[name] = numbers(asked)
@@ -207,8 +207,8 @@ def rights(measured: dict[str, Any]) -> int:
     return measured["samples"] * len(measured["correct"])
 
 
-def wanted(options: Any) -> Wanted:
-    return Wanted(
+def probe_plan(options: Any) -> ProbePlan:
+    return ProbePlan(
         questions=options.questions,
         split=options.split,
         samples=options.samples,

@@ -75,8 +75,8 @@ class Shortages:
 
     def agree(self, world: World = ALONE) -> None:
         """Let all ranks sample within the limits of the one that had the latest shortage, and the longest wait."""
-        found = [(one.step, one.wait, -rank, one) for rank, one in enumerate(world.gather(self.limits))]
-        self.limits = max(found)[-1]
+        by_rank = enumerate(world.gather(self.limits))
+        self.limits = max((limits.step, limits.wait, -rank, limits) for rank, limits in by_rank)[-1]
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: numbers by name."""

@@ -2,7 +2,7 @@
 
 `Releasable` is what can give memory back, so that something else can go on.
 
-Left out: the kernel's out-of-memory killer, which sends SIGKILL and lets nobody speak.
+Left out: the kernel's out-of-memory killer, which sends SIGKILL, so that no message can be printed.
 """
 
 from __future__ import annotations
