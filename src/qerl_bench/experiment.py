@@ -53,7 +53,6 @@ from qerl_bench.train.no_signal import no_signal_message
 from qerl_bench.train.nonfinite import blaming
 from qerl_bench.train.recorded_passes import recorded_passes
 from qerl_bench.train.rollout_records import TokenColumns, kept_records
-from qerl_bench.train.spec import CheckpointSpec
 from qerl_bench.train.trainer_state import checkpoints_to_come, is_saved, load_checkpoint, save_checkpoint
 from qerl_bench.train.update import make_optimizer, update
 from qerl_core.checks import TrainingStopped
@@ -155,7 +154,7 @@ def run_steps(setup: Setup, config: dict[str, Any]) -> None:
                     if world.first:
                         with memory_for("checkpoint"), run.checkpoint(step) as folder:
                             save_checkpoint(folder, experiment, policy, optimizer, lag, state, run, step)
-                        drop_checkpoints(experiment.checkpoints, run)
+                        drop_checkpoints(experiment.checkpoints.keep, run)
                         run.foresee_room(checkpoints_to_come(experiment, step))
                 if signum:
                     raise stop_by(signum)
@@ -164,13 +163,12 @@ def run_steps(setup: Setup, config: dict[str, Any]) -> None:
         if experiment.steps:
             evaluate_and_log(setup, mirror, experiment.steps)
         if world.first:
-            drop_checkpoints(experiment.checkpoints, run)
+            drop_checkpoints(experiment.checkpoints.keep, run)
 
 
-def drop_checkpoints(checkpoints: CheckpointSpec, run: RunDir) -> None:
-    """Leave only those that `checkpoints.keep` asks for."""
-    if checkpoints.keep is not None:
-        run.keep_checkpoints(checkpoints.keep, best_checkpoint(run))
+def drop_checkpoints(keep: int | None, run: RunDir) -> None:
+    if keep is not None:
+        run.keep_checkpoints(keep, best_checkpoint(run))
 
 
 def train_step(setup: Setup, optimizer: torch.optim.Optimizer, lag: Lag, step: int) -> dict[str, float]:
