@@ -121,10 +121,10 @@ class Policy:
         log.info("prompts in training: %s", "once a group" if reason is None else f"once a completion ({reason})")
 
     @property
-    def all_norms(self) -> dict[str, torch.nn.Module]:
+    def all_norms(self) -> Mapping[str, torch.nn.Module]:
         """The norms that noise or training may change, by name: those of blocks, and the one before the head."""
         final = self.structure.final
-        return self.norms if final is None else self.norms | {final.name: self.model.get_submodule(final.name)}
+        return self.norms if final is None else {**self.norms, final.name: self.model.get_submodule(final.name)}
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:
