@@ -1,7 +1,6 @@
-"""Evaluates the policy of a run, in the format of `eval.quant` and in others, and puts the scores on record.
+"""Evaluates the policy of a run in the format of `eval.quant`, and after the last step in those of `eval.also`.
 
-With `eval.also` the policy answers in further formats after the last step: whether a format costs right answers while
-it learns or while it answers is seen where one policy answers in several. Questions, seeds and settings are the same.
+Whether a format costs right answers while it learns or while it answers is seen where one policy answers in several.
 """
 
 from __future__ import annotations

@@ -61,7 +61,6 @@ def _train(policy: Policy, experiment: Any, steps: int = 3) -> None:
 
 
 def test_no_dictionary_of_a_policy_can_be_written_into(make_policy: Callable[..., Any]) -> None:
-    """Each is declared as a Mapping: what training keeps has a place of its own, `TrainerState`."""
     text = inspect.getsource(Policy.__init__)
     dictionaries = [name for name, value in vars(make_policy()).items() if isinstance(value, dict)]
     assert dictionaries and not [name for name in dictionaries if not re.search(rf"\b{name}: Mapping\[", text)]

@@ -65,16 +65,12 @@ def _batch(policy: Any) -> Any:
     return make_batch(*rows, policy.pad_id, policy.device, [[-5.0] * length for length in LENGTHS], advantages)
 
 
-def _state(policy: Any, experiment: Any) -> TrainerState:
-    return TrainerState(passes=recorded_passes.recorded_passes(experiment, policy))
-
-
 def _updated(
     policy: Any, experiment: Any, run: Any, steps: int = 1, state: TrainerState | None = None
 ) -> tuple[list[dict[str, float]], torch.Tensor]:
     """The metrics of each step, and the weights behind the last."""
     torch.manual_seed(3)
-    optimizer, state = module.make_optimizer(policy, experiment.optim), state or _state(policy, experiment)
+    optimizer, state = module.make_optimizer(policy, experiment.optim), state or TrainerState()
     of_step = partial(module.update, experiment, policy, optimizer, _batch(policy), run, state=state)
     found = [of_step(step + 1) for step in range(steps)]
     return found, torch.cat([parameter.detach().flatten() for parameter in policy.trainable])
@@ -219,7 +215,7 @@ def test_what_was_planned_is_tried_again_after_some_steps(
     caplog.set_level("INFO", logger="qerl_bench")
     monkeypatch.setattr(reduced_sizes, "FIRST_WAIT", 2)
     policy, experiment = make_policy(), make_experiment("train.micro_batch_tokens=80")
-    optimizer, made, state = module.make_optimizer(policy, experiment.optim), [], _state(policy, experiment)
+    optimizer, made, state = module.make_optimizer(policy, experiment.optim), [], TrainerState()
     for step in range(1, 17):
         with shortages(policy, "token_stats", *([1] if step in (1, 4, 7) else [])):
             metrics = module.update(experiment, policy, optimizer, _batch(policy), run, step, state=state)
@@ -484,11 +480,8 @@ def test_training_gives_up_its_recordings_for_a_rollout(policy: Policy) -> None:
 
 
 def test_an_engine_joins_a_run_if_it_can_whatever_is_around_it(policy: Policy) -> None:
-    class Own:
-        """An engine that knows nothing of training."""
-
-    state, engine = TrainerState(), _engine(policy, True)
-    with state.joined_by(Own()), state.joined_by(innermost(WrappedEngine(WrappedEngine(engine)))):
+    state, engine, own = TrainerState(), _engine(policy, True), object()  # which knows nothing of training
+    with state.joined_by(own), state.joined_by(innermost(WrappedEngine(WrappedEngine(engine)))):
         assert state.engines == [engine] and engine.state is state
     assert state.engines == []
 
@@ -586,7 +579,8 @@ def test_a_shortage_while_a_pass_is_recorded_on_a_gpu(
     results = []
     for capture in ("off", "auto"):
         policy, experiment = make_policy(*words, device="cuda"), make_experiment(*words, f"train.capture={capture}")
-        optimizer, state = module.make_optimizer(policy, experiment.optim), _state(policy, experiment)
+        optimizer = module.make_optimizer(policy, experiment.optim)
+        state = TrainerState(passes=recorded_passes.recorded_passes(experiment, policy))
         found = []
         for step, (rows, length) in enumerate([(8, 200), (8, 120), (8, 200)]):
             batch = _rows(policy, rows, length)

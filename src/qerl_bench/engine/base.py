@@ -99,7 +99,6 @@ class WrappedEngine:
 
 
 def innermost(engine: RolloutEngine) -> RolloutEngine:
-    """The engine that those around it leave their work to."""
     while isinstance(engine, WrappedEngine):
         engine = engine.engine
     return engine

@@ -28,22 +28,16 @@ from qerl_core.rundir.run_dir import RunDir
 
 @dataclass
 class TrainerState:
-    """What one run of training finds out and keeps, from step to step: made in `set_up`, for updates and engines.
-
-    A checkpoint keeps the shortages; `size` is in memory.json, and the rest is made again.
-    """
+    """What a run of training keeps for updates and engines; of it a checkpoint has the shortages, memory.json the size."""
 
     shortages: Shortages = field(default_factory=Shortages)
     size: Size | None = None  # of micro-batches, as planned; None until it is measured
     passes: RecordedPasses | None = None  # None if passes have no fixed shapes
-    engines: list[SharesMemory] = field(default_factory=list)  # that sample now, in the memory of training
+    engines: list[SharesMemory] = field(default_factory=list)  # that are open
 
     @contextmanager
     def joined_by(self, engine: object) -> Iterator[None]:
-        """In this block `engine` and training release what they keep where the other runs short of memory.
-
-        Nothing changes for an engine that is no `SharesMemory`.
-        """
+        """In this block `engine`, if it is a `SharesMemory`, and training release memory for each other."""
         if not isinstance(engine, SharesMemory):
             yield
             return
@@ -60,8 +54,7 @@ class SharesMemory(Releasable, Protocol):
     """An engine that samples in the memory of training."""
 
     def join(self, state: TrainerState) -> None:
-        """Sample from now on within the limits of `state`, and release its passes where memory runs out."""
-        ...
+        """Sample from now on within the limits of `state`, and release its passes if memory runs out."""
 
 
 def is_saved(specs: Specs, step: int) -> bool:

@@ -1,7 +1,5 @@
 """Memory that runs out, of a GPU or of the machine, in words: in which phase, how much there was, and what to set.
 
-`Releasable` is what can give memory back, so that something else can go on.
-
 Left out: the kernel's out-of-memory killer, which sends SIGKILL, so that no message can be printed.
 """
 
@@ -36,16 +34,12 @@ OTHERS = re.compile(r" Process \d+ has [^.]+\.\d+ \w+ memory in use\.| See docum
 
 
 class Releasable(Protocol):
-    """Keeps memory between two uses, and makes again what it needs at the next."""
+    """Keeps memory between two uses, and gives it back if something else needs it."""
 
     @property
-    def holds_memory(self) -> bool:
-        """Whether `release` would free anything."""
-        ...
+    def holds_memory(self) -> bool: ...
 
-    def release(self) -> None:
-        """Free what is kept between uses."""
-        ...
+    def release(self) -> None: ...
 
 
 def shortage(error: BaseException | None) -> str | None:
