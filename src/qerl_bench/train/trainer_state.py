@@ -28,7 +28,7 @@ from qerl_core.rundir.run_dir import RunDir
 
 @dataclass
 class TrainerState:
-    """What a run of training keeps for updates and engines; of it a checkpoint has the shortages, memory.json the size."""
+    """What a run keeps for updates and engines; a checkpoint has its shortages, and memory.json its size."""
 
     shortages: Shortages = field(default_factory=Shortages)
     size: Size | None = None  # of micro-batches, as planned; None until it is measured
