@@ -46,10 +46,11 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl_step import Clock
 
 from qerl_bench.config import build, compose
+from qerl_bench.evaluation import evaluate
 from qerl_bench.experiment import collect_rollouts, rollout_batch
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model_setup import base_checkpoint
-from qerl_bench.run_setup import evaluate, prepare_device, set_up
+from qerl_bench.run_setup import prepare_device, set_up
 from qerl_bench.task.chat_template import texts_of
 from qerl_bench.train.update import make_optimizer, update
 from qerl_core.checks import require

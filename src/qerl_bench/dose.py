@@ -25,6 +25,8 @@ from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.train.batch import make_batch
+from qerl_bench.train.reduced_sizes import Size
+from qerl_bench.train.spec import RolloutSpec, Specs, TrainSpec
 from qerl_bench.train.update import precision
 from qerl_core.metrics.compute import entropy_ratio, mean, mean_entropy, mismatch_metrics
 from qerl_core.process.out_of_memory import NO_MEMORY, shortage, whole_or_halves
@@ -60,33 +62,35 @@ def curve(
     draws: Sequence[int],
 ) -> list[Dose]:
     """The dose of each sigma, as a step would log it, over several draws; of equal random numbers for all sigmas."""
-    doses = []
+    rollout, task, doses = experiment.rollout, experiment.task, []
     for sigma in bar(sigmas, "measuring noise", len(sigmas), "sizes"):
-        everything = noisy_samples(experiment, policy, engine, prompts, sigma, draws)
-        kl = kl_to(experiment, policy, everything)
-        right = mean([float(reward.correct) for reward in experiment.task.rewards(everything)])
+        how = rollout, task.max_completion_tokens
+        everything = noisy_samples(experiment.noise, policy, engine, prompts, sigma, draws, *how)
+        kl = kl_to(experiment.train, rollout.temperature, policy, everything)
+        right = mean([float(reward.correct) for reward in task.rewards(everything)])
         doses.append(Dose(sigma=sigma, entropy=mean_entropy(everything), kl=kl, accuracy=right))
     return doses
 
 
 def noisy_samples(
-    experiment: Experiment,
+    noise: NoiseSpec,
     policy: Policy,
     engine: RolloutEngine,
     prompts: list[Prompt],
     sigma: float,
     draws: Sequence[int],
+    rollout: RolloutSpec,
+    max_tokens: int,
 ) -> list[Rollout]:
     """A group of each prompt in each draw of noise; of equal random numbers for all sigmas."""
-    rollout, quiet = experiment.rollout, policy.noise
+    quiet = policy.noise
     everything: list[Rollout] = []
     try:
         for draw in draws:
-            policy.noise = injector(quiet, experiment.noise, sigma)
+            policy.noise = injector(quiet, noise, sigma)
             with policy.noise.for_rollout(1, draw):
                 engine.sync(prompts)
-                sampling = probe_sampling(experiment, rollout.group_size, rollout.temperature, draw)
-                everything += engine.generate(prompts, sampling)
+                everything += engine.generate(prompts, group_sampling(rollout, max_tokens, derive("probe", draw)))
     finally:
         policy.noise = quiet
     engine.sleep()
@@ -100,32 +104,33 @@ def injector(like: NoiseInjector, spec: NoiseSpec, sigma: float) -> NoiseInjecto
     return NoiseInjector(once, controller, like.norms, like.offsets, like.final, derive("dose"), like.adapters)
 
 
-def probe_sampling(experiment: Experiment, samples: int, temperature: float, draw: int | str) -> Sampling:
-    longest = experiment.task.max_completion_tokens
-    return Sampling(samples=samples, temperature=temperature, max_tokens=longest, seed=derive("probe", draw))
+def group_sampling(rollout: RolloutSpec, max_tokens: int, seed: int) -> Sampling:
+    """How a group of completions of each prompt is sampled."""
+    return Sampling(samples=rollout.group_size, temperature=rollout.temperature, max_tokens=max_tokens, seed=seed)
 
 
-def kl_to(experiment: Experiment, policy: Policy, rollouts: Sequence[Rollout]) -> float:
-    """The metric mismatch/kl of these rollouts: their sampler against the policy as it is now.
+def kl_to(
+    train: TrainSpec, temperature: float, policy: Policy, rollouts: Sequence[Rollout], planned: Size | None = None
+) -> float:
+    """The metric mismatch/kl of these rollouts: their sampler against the policy as it is now, at `temperature`.
 
-    In the precision of training passes, of no more tokens at a time than their micro-batches, or as few as there is
-    memory for.
+    In the precision of training passes, of no more tokens at a time than their micro-batches, which a run has
+    `planned`, or as few as there is memory for.
     """
     ids = [one.prompt_ids for one in rollouts], [one.token_ids for one in rollouts]
     batch = make_batch(*ids, policy.pad_id, policy.device, [one.logprobs for one in rollouts])
-    planned, wanted = policy.training_cache.get("size"), experiment.train.micro_batch_tokens
-    tokens = min(KL_TOKENS, wanted or KL_TOKENS, KL_TOKENS if planned is None else planned.tokens)
+    tokens = min(KL_TOKENS, train.micro_batch_tokens or KL_TOKENS, KL_TOKENS if planned is None else planned.tokens)
 
     def both(rows: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The log-probabilities (tokens,) of trainer and sampler."""
         part = batch.rows(torch.tensor(rows, device=policy.device))
-        stats = policy.token_stats(part.input_ids, part.mask, experiment.rollout.temperature)
+        stats = policy.token_stats(part.input_ids, part.mask, temperature)
         trained, sampled = (logprobs[part.mask].double().cpu() for logprobs in (stats.logprobs, part.sampler_logprobs))
         return [(trained, sampled)]
 
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
     scoring = phase("scoring completions", len(rollouts))
-    with torch.no_grad(), precision(experiment.train, policy.device.type), scoring as scored:
+    with torch.no_grad(), precision(train, policy.device.type), scoring as scored:
         for rows in batch.micro_batches(tokens, torch.ones_like(batch.lengths, dtype=torch.bool)):
             parts += whole_or_halves(both, rows.tolist())
             scored.advance(len(rows))
@@ -139,28 +144,29 @@ def begins(controller: SigmaController, step: int) -> bool:
 
 
 def first_dose(
-    experiment: Experiment,
+    specs: Specs,
     policy: Policy,
     engine: RolloutEngine,
     groups: Sequence[Group],
     sampling: Sampling,
     world: World = ALONE,
+    planned: Size | None = None,
 ) -> dict[str, float]:
     """The metrics NOISE_DOSE of a step from its noisy `groups` and their `sampling`; the policy has no noise now.
 
     Without aqn/dose_kl if training will measure it, and without numbers that there is no memory for.
     """
-    few = groups[: max(1, COMPLETIONS // sampling.samples)]
-    noisy = [rollout for group in few for rollout in group.rollouts]
-    found = policy.noise.scale_share()
+    some = groups[: max(1, COMPLETIONS // sampling.samples)]
+    noisy = [rollout for group in some for rollout in group.rollouts]
+    metrics = policy.noise.scale_share()
     with nullcontext() if world.size > 1 else unless_short("aqn/dose_entropy"):  # ranks wait for what each samples
-        quiet = engine.generate([group.rollouts[0].prompt for group in few], sampling)
-        found["aqn/dose_entropy"] = entropy_ratio(noisy, quiet)
+        quiet = engine.generate([group.rollouts[0].prompt for group in some], sampling)
+        metrics["aqn/dose_entropy"] = entropy_ratio(noisy, quiet)
     engine.sleep()
-    if not _kl_in_training(experiment):
+    if not _kl_in_training(specs):
         with unless_short("aqn/dose_kl"):
-            found["aqn/dose_kl"] = kl_to(experiment, policy, noisy)
-    return found
+            metrics["aqn/dose_kl"] = kl_to(specs.train, sampling.temperature, policy, noisy, planned)
+    return metrics
 
 
 @contextmanager
@@ -175,19 +181,19 @@ def unless_short(metric: str) -> Iterator[None]:
         log.warning("%s is not measured: %s (%s)", metric, NO_MEMORY, said)
 
 
-def _kl_in_training(experiment: Experiment) -> bool:
+def _kl_in_training(specs: Specs) -> bool:
     """Whether training measures the KL that its noise makes, as mismatch/noise_kl."""
-    noise = experiment.noise
-    return experiment.importance_sampling.split_mismatch and noise.one_draw and noise.site != "rollout_and_training"
+    noise = specs.noise
+    return specs.importance_sampling.split_mismatch and noise.one_draw and noise.site != "rollout_and_training"
 
 
-def trained_kl(experiment: Experiment, found: Mapping[str, float]) -> dict[str, float]:
+def trained_kl(specs: Specs, found: Mapping[str, float]) -> dict[str, float]:
     """aqn/dose_kl from the metrics of the step after training, if that measures it."""
     kl = found.get("mismatch/noise_kl", found["mismatch/kl"])
-    return {"aqn/dose_kl": kl} if _kl_in_training(experiment) else {}
+    return {"aqn/dose_kl": kl} if _kl_in_training(specs) else {}
 
 
-def in_words(step: int, found: Mapping[str, float]) -> str:
+def summary_line(step: int, found: Mapping[str, float]) -> str:
     """The dose in a line, from the metrics of the step."""
     share, kl, ratio = (found.get(f"aqn/{name}", math.nan) for name in ("sigma_share", "dose_kl", "dose_entropy"))
     scale = "" if math.isnan(share) else f" ({share:.1%} of the median norm scale)"

@@ -36,22 +36,22 @@ from qerl_bench.eval.validation import (
     log_validation,
     validation_of_whole,
 )
+from qerl_bench.evaluation import answers_in_other_formats, evaluate, validate
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.logger.base import MetricsMirror, no_mirror
 from qerl_bench.model.policy import Policy
-from qerl_bench.other_formats import answers_in_other_formats
 from qerl_bench.parallel import ALONE, World, largest
 from qerl_bench.quant.error_decomposition import write_layers
-from qerl_bench.run_setup import Setup, evaluate, on_base_of, prepare_device, require_places, set_up, validate
+from qerl_bench.run_setup import Setup, on_base_of, prepare_device, require_places, set_up
 from qerl_bench.task.graded import all_checked
 from qerl_bench.train.batch import demonstration_batch, rollout_batch
 from qerl_bench.train.collapse import collapse
 from qerl_bench.train.data_parallel import require_equal_weights
 from qerl_bench.train.lag import Lag
-from qerl_bench.train.memory_plan import remember
+from qerl_bench.train.memory_plan import planned_before
 from qerl_bench.train.no_signal import no_signal_message
-from qerl_bench.train.nonfinite import during
-from qerl_bench.train.reduced_sizes import shortages_of
+from qerl_bench.train.nonfinite import blaming
+from qerl_bench.train.recorded_passes import recorded_passes
 from qerl_bench.train.rollout_records import TokenColumns, kept_records
 from qerl_bench.train.trainer_state import checkpoints_to_come, is_saved, load_checkpoint, save_checkpoint
 from qerl_bench.train.update import make_optimizer, update
@@ -107,22 +107,22 @@ def run_steps(setup: Setup, config: dict[str, Any]) -> None:
 
     With steps=0 the one evaluation of the base is all.
     """
-    experiment, policy, engine, run, world = setup
+    experiment, policy, engine, run, state, world = setup
     if experiment.algo.on_policy:  # refuse prompts that are too long now, not at the step that draws them
         engine.require_room(experiment.task.stored_prompts(), rollout_sampling(experiment, step=1))
     optimizer = make_optimizer(policy, experiment.optim)
     first = world.from_first(run.resume_step)
-    remember(policy, run)
+    state.size, state.passes = planned_before(run), recorded_passes(experiment, policy)
     lag = Lag(policy.trainable, experiment.rollout.lag)
     if first > 0:
-        load_checkpoint(experiment.run_dir, run, policy, optimizer, lag)
+        load_checkpoint(experiment.run_dir, run, policy, optimizer, lag, state)
         log.info("continuing after step %d", first)
     require_equal_weights(policy.model, world)
     make_mirror = experiment.logger.mirror if world.first else no_mirror
     rollout = experiment.rollout
     with (
         make_mirror(run.path, run.metrics(), config) as mirror,
-        on_base_of(experiment.sampled, "rollout.quant", experiment, policy, engine) as (other, sampler),
+        on_base_of(experiment.sampled, "rollout.quant", experiment, policy, engine, state) as (other, sampler),
     ):
         sampled, copies = experiment.sampled.quant, 1 + (sampler is not engine) + rollout.merge
         weights = {"quant": sampled.name, "activations": sampled.activations} | (
@@ -138,7 +138,7 @@ def run_steps(setup: Setup, config: dict[str, Any]) -> None:
             evaluate_and_log(setup, mirror, 0)
         with StepProgress(first, experiment.steps) as progress, terminations_noted(experiment.save_on_term) as noted:
             for step in range(first + 1, experiment.steps + 1):
-                shortages_of(policy).begin(step)
+                state.shortages.begin(step)
                 step_metrics = train_step(setup._replace(engine=sampler), optimizer, lag, step)
                 run.log("train", step, step_metrics)
                 mirror.log("train", step, step_metrics)
@@ -147,14 +147,14 @@ def run_steps(setup: Setup, config: dict[str, Any]) -> None:
                     evaluate_and_log(setup, mirror, step)
                 elif is_due(experiment.eval, step, experiment.steps, experiment.save_every):
                     log_validation(run, mirror, step, validate(setup, step))
-                shortages_of(policy).agree(world)
+                state.shortages.agree(world)
                 signum = noted.on_any(world.gather)
                 if is_saved(experiment, step) or signum:
                     require_equal_weights(policy.model, world)
                     if world.first:
                         with memory_for("checkpoint"), run.checkpoint(step) as folder:
-                            save_checkpoint(folder, experiment, policy, optimizer, lag, run, step)
-                        drop_checkpoints(experiment, run)
+                            save_checkpoint(folder, experiment, policy, optimizer, lag, state, run, step)
+                        drop_checkpoints(experiment.checkpoints.keep, run)
                         run.foresee_room(checkpoints_to_come(experiment, step))
                 if signum:
                     raise stop_by(signum)
@@ -163,17 +163,17 @@ def run_steps(setup: Setup, config: dict[str, Any]) -> None:
         if experiment.steps:
             evaluate_and_log(setup, mirror, experiment.steps)
         if world.first:
-            drop_checkpoints(experiment, run)
+            drop_checkpoints(experiment.checkpoints.keep, run)
 
 
-def drop_checkpoints(experiment: Experiment, run: RunDir) -> None:
-    if experiment.checkpoints.keep is not None:
-        run.keep_checkpoints(experiment.checkpoints.keep, best_checkpoint(run))
+def drop_checkpoints(keep: int | None, run: RunDir) -> None:
+    if keep is not None:
+        run.keep_checkpoints(keep, best_checkpoint(run))
 
 
 def train_step(setup: Setup, optimizer: torch.optim.Optimizer, lag: Lag, step: int) -> dict[str, float]:
     """One step: a new batch, and one or more optimizer updates on it. Returns all metrics of the step."""
-    experiment, policy, engine, run, world = setup
+    experiment, policy, engine, run, state, world = setup
     algo = experiment.algo
     step_metrics: dict[str, float] = {}
     noise_begins = algo.on_policy and dose.begins(policy.noise.controller, step)
@@ -185,7 +185,8 @@ def train_step(setup: Setup, optimizer: torch.optim.Optimizer, lag: Lag, step: i
                 if noise_begins:
                     with timer("dose"):
                         sampling = rollout_sampling(experiment, step)
-                        step_metrics |= dose.first_dose(experiment, policy, engine, everything, sampling, world)
+                        given = experiment, policy, engine, everything, sampling, world, state.size
+                        step_metrics |= dose.first_dose(*given)
             step_metrics |= behind
             if step == 1 and world.first:
                 formats.report_rollouts(run, experiment.task, everything)
@@ -198,17 +199,17 @@ def train_step(setup: Setup, optimizer: torch.optim.Optimizer, lag: Lag, step: i
             with timer("train"):
                 if policy.rounding is not None:
                     policy.rounding.take()  # what was sampled since
-                step_metrics |= update(experiment, policy, optimizer, batch, run, step, world, columns)
+                step_metrics |= update(experiment, policy, optimizer, batch, run, step, world, columns, state)
                 if policy.rounding is not None:
                     counts = world.gather(policy.rounding.take())
                     step_metrics["activations/underflow"] = compute.ratio(counts)
-        finally:  # whoever looks into a step that failed needs its completions too
-            shown = groups[: experiment.train.kept_groups]
+        finally:  # completions of a step that failed are needed to look into it
+            kept = groups[: experiment.train.kept_groups]
             advantages = batch.advantages.tolist()
-            run.append("rollouts.jsonl", kept_records(step, shown, advantages, columns, policy.tokenizer.batch_decode))
+            run.append("rollouts.jsonl", kept_records(step, kept, advantages, columns, policy.tokenizer.batch_decode))
     if noise_begins:
         step_metrics |= dose.trained_kl(experiment, step_metrics)
-        log.info(dose.in_words(step, step_metrics))
+        log.info(dose.summary_line(step, step_metrics))
     step_metrics |= {f"time/{phase}_s": seconds for phase, seconds in timer.seconds.items()}
     step_metrics["time/idle_s"] = 2 * timer.seconds["step"] - sum(timer.seconds.values())
     step_metrics["packed_share"] = policy.packed_share
@@ -224,12 +225,8 @@ def train_step(setup: Setup, optimizer: torch.optim.Optimizer, lag: Lag, step: i
 
 def rollout_sampling(experiment: Experiment, step: int) -> Sampling:
     """How the completions of one step are sampled."""
-    return Sampling(
-        samples=experiment.rollout.group_size,
-        temperature=experiment.rollout.temperature,
-        max_tokens=experiment.task.max_completion_tokens,
-        seed=derive(experiment.seed, "rollout", step),
-    )
+    seed = derive(experiment.seed, "rollout", step)
+    return dose.group_sampling(experiment.rollout, experiment.task.max_completion_tokens, seed)
 
 
 def collect_rollouts(
@@ -266,7 +263,7 @@ def collect_rollouts(
                 noise_reports.append(report)
                 with timer("sync"):
                     sync_reports.append(engine.sync(prompts_of_draw))
-                with timer("rollout"), during(f"step {step}, sampling"):
+                with timer("rollout"), blaming(f"step {step}, sampling"):
                     rollouts += engine.generate(prompts_of_draw, sampling)
         with timer("reward"):
             graded = world.split(grade, rollouts)
@@ -288,12 +285,12 @@ def collect_rollouts(
 
 def evaluate_and_log(setup: Setup, mirror: MetricsMirror, step: int) -> None:
     experiment, run = setup.experiment, setup.run
-    asked = replace(experiment, eval=evaluation_after(experiment.eval, step))
-    if scores := evaluate(setup._replace(experiment=asked), step, untrained=step == 0):
+    with_eval = replace(experiment, eval=evaluation_after(experiment.eval, step))
+    if scores := evaluate(setup._replace(experiment=with_eval), step, untrained=step == 0):
         last = step == experiment.steps > 0
         metrics = metrics_of(scores) | (answers_in_other_formats(setup, step) if last else {})
         run.log("eval", step, metrics)
         mirror.log("eval", step, metrics)
         if is_on(experiment.eval, experiment.steps, experiment.save_every):
-            found = validation_of_whole(experiment.eval, experiment.task, run, step)
-            log_validation(run, mirror, step, found)
+            validation = validation_of_whole(experiment.eval, experiment.task, run, step)
+            log_validation(run, mirror, step, validation)

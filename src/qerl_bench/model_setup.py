@@ -104,55 +104,51 @@ def build_policy(experiment: Experiment, base: Path | None, device: str, like: P
     Raises ConfigError, which names the model, if its files cannot be read, or what they hold cannot be trained.
     """
     with naming(source_of(experiment.model)):
-        return _build_policy(experiment, base, device, like)
-
-
-def _build_policy(experiment: Experiment, base: Path | None, device: str, like: Policy | None) -> Policy:
-    spec, train = experiment.model, experiment.train
-    require_compiler(experiment.kernel, torch.device(device))
-    loaded = load_packed(spec, experiment.quant, experiment.quantizer, experiment.task, base, device)
-    model, tokenizer, layers = loaded.model, loaded.tokenizer, loaded.layers
-    model.eval()
-    with _first_pass(f"model={spec.name}", experiment.quant.name):
-        structure = structure_of(model)
-    rounding = round_inputs(model, experiment.quant.activations, f"model={spec.name}")
-    recompute_blocks(model, train.recompute)
-    if experiment.lora.name == "none":
-        require_writable(f"model={spec.name}", *filter(None, (model.config, model.generation_config, tokenizer)))
-    adapter = experiment.lora.attach(model, f"model={spec.name}", derive(experiment.seed, "adapter"))
-    if like is not None:
-        share_all_but_base(model, like, loaded.rescaling.from_other(like.rescaling))
-    merging = None
-    if (merged := experiment.merged_into) is not None:
-        trained = None if like is None else like.model
-        merging = merging_of(model, merged, experiment.quantizer, f"model={spec.name} as {merged.name}", trained)
-    policy = Policy(
-        model,
-        tokenizer,
-        layers,
-        structure,
-        build_noise(experiment, model, structure, layers) if like is None else like.noise,
-        adapter,
-        kernel=experiment.kernel,
-        packing=train.packing,
-        train_norms=experiment.lora.train_norms and like is None,
-        template=spec.template,
-        rounding=rounding,
-        merging=merging,
-    )
-    policy.rescaling, policy.calibration = loaded.rescaling, loaded.calibration
-    if rounding is not None:
-        rounding.fused = policy.fused
-    if like is not None:
-        policy.base_scales = like.base_scales
-    if train.recompute == "selective":
-        keep_matmuls(model)
-    return policy
+        spec, train = experiment.model, experiment.train
+        require_compiler(experiment.kernel, torch.device(device))
+        loaded = load_packed(spec, experiment.quant, experiment.quantizer, experiment.task, base, device)
+        model, tokenizer, layers = loaded.model, loaded.tokenizer, loaded.layers
+        model.eval()
+        with _first_pass(f"model={spec.name}", experiment.quant.name):
+            structure = structure_of(model)
+        rounding = round_inputs(model, experiment.quant.activations, f"model={spec.name}")
+        recompute_blocks(model, train.recompute)
+        if experiment.lora.name == "none":
+            require_writable(f"model={spec.name}", *filter(None, (model.config, model.generation_config, tokenizer)))
+        adapter = experiment.lora.attach(model, f"model={spec.name}", derive(experiment.seed, "adapter"))
+        if like is not None:
+            share_all_but_base(model, like, loaded.rescaling.from_other(like.rescaling))
+        merging = None
+        if (merged := experiment.merged_into) is not None:
+            trained = None if like is None else like.model
+            merging = merging_of(model, merged, experiment.quantizer, f"model={spec.name} as {merged.name}", trained)
+        policy = Policy(
+            model,
+            tokenizer,
+            layers,
+            structure,
+            build_noise(experiment, model, structure, layers) if like is None else like.noise,
+            adapter,
+            kernel=experiment.kernel,
+            packing=train.packing,
+            train_norms=experiment.lora.train_norms and like is None,
+            template=spec.template,
+            rounding=rounding,
+            merging=merging,
+        )
+        policy.rescaling, policy.calibration = loaded.rescaling, loaded.calibration
+        if rounding is not None:
+            rounding.fused = policy.fused
+        if like is not None:
+            policy.base_scales = like.base_scales
+        if train.recompute == "selective":
+            keep_matmuls(model)
+        return policy
 
 
 @contextmanager
 def _first_pass(name: str, quant: str) -> Iterator[None]:
-    """An error of a model of others in its first forward pass becomes a ConfigError."""
+    """Turns an exception of a third-party model in its first forward pass into a ConfigError."""
     try:
         yield
     except (TypeError, AttributeError, RuntimeError, LookupError, ValueError) as error:

@@ -87,7 +87,7 @@ class World:
         return [tensor]
 
     def take(self, count: int) -> Iterator[int]:
-        """Each number below `count` goes to one rank, the next to whoever asks next."""
+        """Hands out 0 to `count` - 1 on demand, each number to one rank."""
         yield from range(count)
 
     def from_first(self, make: Callable[[], T]) -> T:
@@ -106,7 +106,7 @@ class World:
 
     @contextmanager
     def together(self, *kinds: type[Exception]) -> Iterator[None]:
-        """An error of these `kinds` that ends this block on a rank is raised on all, that of the lowest rank."""
+        """If any rank raises one of `kinds` in this block, all ranks raise the error of the lowest of them."""
         error = None
         try:
             yield
@@ -224,7 +224,7 @@ def is_rank0_output() -> bool:
 
 
 @contextmanager
-def joined() -> Iterator[World]:
+def joined_ranks() -> Iterator[World]:
     """The world that this process belongs to. It ends with this block, and so does what torchrun has set for it.
 
     Only rank 0 prints; of ranks that end in an error, one. Each sees one GPU, that of its place on the machine.
@@ -255,7 +255,7 @@ def joined() -> Iterator[World]:
 def refuse_ranks(command: str) -> None:
     """Raise ConfigError, one of them in words, if torchrun has started several processes of `command`."""
     if STARTED in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
-        with joined():
+        with joined_ranks():
             raise ConfigError(f"only run and eval share their work: leave torchrun out, qerl-bench {command} ...")
 
 

@@ -1,42 +1,35 @@
-"""What a training run and a later evaluation of it set up alike: device, policy, engine, and evaluation on record."""
+"""What a training run and a later evaluation of it set up alike: device, policy and engine, on any base."""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers.utils import logging as transformers_logging
 
-from qerl_bench.engine.base import EngineSpec, RolloutEngine
+from qerl_bench.engine.base import EngineSpec, RolloutEngine, innermost
+from qerl_bench.engine.reference_generation import refusing_model_errors
 from qerl_bench.engine.sampled_check import sampled_check
 from qerl_bench.engine.shared import SharedEngine
-from qerl_bench.engine.untouched import or_refused
-from qerl_bench.eval import formats
-from qerl_bench.eval.base import Evaluation, Evaluator, Score
 from qerl_bench.eval.inputs import inputs_of
-from qerl_bench.eval.record import record_evaluation
-from qerl_bench.eval.untrained import evaluation_of, key_of_untrained
-from qerl_bench.eval.validation import metrics_of_validation, reduced
 from qerl_bench.experiment_spec import Experiment
+from qerl_bench.model.check_cache import key_of, passed_before, recall, remember
 from qerl_bench.model.digest import digest_of, name_of_base
-from qerl_bench.model.gguf.convert import record_of, told
+from qerl_bench.model.gguf.convert import record_of, rounding_notice
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import preflight
-from qerl_bench.model.remembered import alone, key_of, locks, passed_before, recall, remember
-from qerl_bench.model.stock import Origin
+from qerl_bench.model.reference_model import Origin
 from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.quant.base import WeightFormat
-from qerl_bench.train.nonfinite import during
-from qerl_bench.train.reduced_sizes import shortages_of
+from qerl_bench.train.trainer_state import TrainerState
 from qerl_core.checks import require
 from qerl_core.process.device import device_name, multiplies_bf16, resolve_device
 from qerl_core.process.gpu_share import keep_to_share
@@ -60,6 +53,7 @@ class Setup(NamedTuple):
     policy: Policy
     engine: RolloutEngine  # samples from the policy
     run: RunDir
+    state: TrainerState
     world: World = ALONE
 
 
@@ -130,7 +124,7 @@ def set_up(
     recorded = trains and world.first
     inputs = inputs_of(experiment, base or experiment.model.folder(), origin) if recorded else None
     run.write_environment(device, digest, experiment.model.remote_code(), world.size, origin, inputs)
-    if origin is not None and (rounded := told(origin)):
+    if origin is not None and (rounded := rounding_notice(origin)):
         log.info(rounded)
     if device == "cpu" and experiment.model.dtype == "bfloat16" and multiplies_bf16() is False:
         log.warning(
@@ -138,28 +132,36 @@ def set_up(
             "model.dtype=float32 does here"
         )
     torch.manual_seed(derive(experiment.seed, "torch"))  # for adapter dropout; every other draw has a seed of its own
-    with memory_for("setup"):
-        with phase(f"loading {experiment.model.name}"):
-            policy = build_policy(experiment, base, device)
-        if policy.calibration is not None:
-            run.write("calibration.json", json.dumps(policy.calibration, indent=1))
-        policy.name_base(name_of_base(experiment.model), digest, base or experiment.model.folder())
-        built = checked_engine(experiment, engine, policy, base, f"model={experiment.model.name}", run)
-    if policy.merging is not None:
-        policy.merging.on = experiment.train.merge != "none"  # of what is checked, base and adapter are apart
-    with closing(built) as rollout_engine:
-        shared = SharedEngine(rollout_engine, world, experiment.parallel.exact)
-        sampler = rollout_engine if world.size == 1 and not shared.exact else shared
-        yield Setup(experiment, policy, sampler, run, world)
+    with ExitStack() as around:
+        with memory_for("setup"):
+            with phase(f"loading {experiment.model.name}"):
+                policy = build_policy(experiment, base, device)
+            if policy.calibration is not None:
+                run.write("calibration.json", json.dumps(policy.calibration, indent=1))
+            policy.name_base(name_of_base(experiment.model), digest, base or experiment.model.folder())
+            where, state = f"model={experiment.model.name}", TrainerState()
+            built = around.enter_context(checked_engine(experiment, engine, policy, state, base, where, run))
+        if policy.merging is not None:
+            policy.merging.on = experiment.train.merge != "none"  # of what is checked, base and adapter are apart
+        shared = SharedEngine(built, world, experiment.parallel.exact)
+        yield Setup(experiment, policy, built if world.size == 1 and not shared.exact else shared, run, state, world)
 
 
+@contextmanager
 def checked_engine(
-    experiment: Experiment, engine: EngineSpec, policy: Policy, base: Path | None, where: str, run: RunDir | None = None
-) -> RolloutEngine:
+    experiment: Experiment,
+    engine: EngineSpec,
+    policy: Policy,
+    state: TrainerState,
+    base: Path | None,
+    where: str,
+    run: RunDir | None = None,
+) -> Iterator[RolloutEngine]:
     """An engine that samples from `policy`, which is untrained or without its adapter, after all checks of both.
 
-    Raises ConfigError, which names the model `where`, if one fails. Writes preflight.json in `run`. The comparisons
-    with the untouched model are those that were passed before, if nothing has changed since.
+    In the block it is open, and has joined `state`. Raises ConfigError, which names the model `where`, if a check
+    fails. Writes preflight.json in `run`. The comparisons with the untouched model are those that were passed before,
+    if nothing has changed since.
     """
     model = experiment.model
     folder = base if isinstance(model, HubModel) and base is not None else model.folder()
@@ -179,38 +181,41 @@ def checked_engine(
     known = recall(key, passed_before())
     with (
         phase("comparing the trainer with plain transformers"),
-        or_refused(f"the trainer cannot compute {where}", remedy="model.dtype=float32, or another model"),
+        refusing_model_errors(f"the trainer cannot compute {where}", remedy="model.dtype=float32, or another model"),
     ):
         checked = preflight(policy, experiment.quant, where, known)
     with phase("preparing the engine"):
         built = engine.build(policy)
-    if known is None:
-        source = Origin(folder, model.trust_remote_code, experiment.quantizer.rescales)
-        try:
+    with closing(built), state.joined_by(innermost(built)):
+        if known is None:
+            source = Origin(folder, model.trust_remote_code, experiment.quantizer.rescales)
             with phase("comparing the engine with plain transformers"), policy.without_rounding():
                 checked |= sampled_check(policy, built, source, where)
-        except BaseException:
-            built.close()
-            raise
-        passed = {name: value for name, value in checked.items() if name in COMPARED}
-        if "sampled_gap" in passed or "sampled_gap_float32" in passed:
-            remember(key, passed, passed_before())
-    else:
-        log.info("preflight: compared with the untouched model before, with equal weights, options, code and card")
-    if run is not None:
-        run.write("preflight.json", json.dumps(checked | {"remembered": known is not None}, indent=1))
-    return built
+            passed = {name: value for name, value in checked.items() if name in COMPARED}
+            if "sampled_gap" in passed or "sampled_gap_float32" in passed:
+                remember(key, passed, passed_before())
+        else:
+            log.info("preflight: compared with the untouched model before, with equal weights, options, code and card")
+        if run is not None:
+            run.write("preflight.json", json.dumps(checked | {"remembered": known is not None}, indent=1))
+        yield built
 
 
 @contextmanager
 def on_base_of(
-    other: Experiment, key: str, experiment: Experiment, policy: Policy, engine: RolloutEngine
+    other: Experiment,
+    key: str,
+    experiment: Experiment,
+    policy: Policy,
+    engine: RolloutEngine,
+    state: TrainerState | None = None,
 ) -> Iterator[tuple[Policy, RolloutEngine]]:
     """The policy of `experiment` on the base of `other`, its `answering` or `sampled`, and an engine for that.
 
     They are `policy` and `engine` if the two are the same. Otherwise packed layers are made for as long as the context
     lasts, and everything else is that of `policy`, as it is at each moment, but for what a quantizer rescales
-    (`model/other_base.py`). Raises ConfigError, which names `key`, if a check of `model/preflight.py` fails.
+    (`model/other_base.py`). The engine joins `state`, that of the run, if there is one. Raises
+    ConfigError, which names `key`, if a check of `model/preflight.py` fails.
     """
     if other is experiment:
         yield policy, engine
@@ -225,76 +230,9 @@ def on_base_of(
         copy = build_policy(other, base, device, policy)
     copy.digest, copy.folder = policy.digest, policy.folder
     where = f"model={experiment.model.name} with {key}={other.quant.name}"
-    with copy.without_adapter():  # the checks are of the base
-        checked = checked_engine(other, experiment.engine, copy, base, where)
-    with closing(checked) as built:
-        copy.training_cache["shortages"] = shortages_of(policy)
+    with ExitStack() as around:
+        with copy.without_adapter():  # the checks are of the base
+            checked = checked_engine(other, experiment.engine, copy, state or TrainerState(), base, where)
+            built = around.enter_context(checked)
         shared = isinstance(engine, SharedEngine)
         yield copy, SharedEngine(built, engine.world, engine.exact) if shared else built
-
-
-def ask(
-    setup: Setup, evaluator: Evaluator, other: Experiment | None = None, key: str = "eval.quant"
-) -> Evaluation | None:
-    """What `evaluator` says of the policy on the base of `other`, which the settings name.
-
-    By default that is the base in `eval.quant` by `eval.quantizer`. Errors name `key`.
-    """
-    experiment, policy, engine, run, world = setup
-    other = experiment.answering if other is None else other
-    with on_base_of(other, key, experiment, policy, engine) as (asked, sampler):
-        evaluation = evaluator.evaluate(asked, sampler, experiment.task, run, experiment.seed, world)
-        sampler.sleep()  # training needs its memory, and its counts are those of an evaluation
-    quant = experiment.merged_into or experiment.quant if other is experiment else other.quant
-    settings = {"quant": quant.name, "quantizer": other.quantizer.name}
-    return evaluation and replace(evaluation, settings=evaluation.settings | settings)
-
-
-def ask_untrained(setup: Setup) -> Evaluation | None:
-    """What `ask` would say before any training; what it has said, if an equal policy was asked the same before.
-
-    Of runs that ask the same at one time, one asks and the others wait.
-    """
-    experiment, policy, world = setup.experiment, setup.policy, setup.world
-    folder = Path(experiment.root) / "cache" / "evaluations"
-    key = key_of_untrained(vars(experiment), policy, experiment.model.remote_code(), world.size)
-    if experiment.answering.quantizer.calibration is not None:
-        key = None  # codes of a text that may be another one
-    with alone(key if world.first else None, locks(), "the same evaluation of an untrained policy"):
-        known = world.from_first(lambda: recall(key, folder))
-        if (earlier := evaluation_of(known, experiment.eval, experiment.task)) is not None:
-            log.info(
-                "evaluated before, with equal weights, questions, options, code and card: the answers are in %s", folder
-            )
-            return earlier
-        evaluation = ask(setup, experiment.eval)
-        if world.first and evaluation is not None and shortages_of(policy).limits.value is None:
-            remember(key, asdict(evaluation), folder)
-        return evaluation
-
-
-def evaluate(setup: Setup, step: int, known: Mapping[str, Any] | None = None, untrained: bool = False) -> list[Score]:
-    """Evaluate the policy without noise and record the scores in its run; no scores with eval=none.
-
-    Step 0 is the quantized base before any training. If it is `untrained`, the answers may be those of another run.
-    What is `known` of the questions goes to the settings on record.
-    """
-    experiment, run = setup.experiment, setup.run
-    with during(f"evaluation after step {step}"), memory_for("evaluation"), phase("evaluation"):
-        evaluation = ask_untrained(setup) if untrained else ask(setup, experiment.eval)
-    if evaluation is None:
-        return []
-    evaluation = replace(evaluation, settings=evaluation.settings | dict(known or {}))
-    scores = record_evaluation(run, experiment.task.name, step, evaluation)
-    log.info("step %d, %d questions: %s", step, scores[0].n, ", ".join(map(str, scores)))
-    if setup.world.first:
-        formats.report(run, experiment.task, evaluation, step)
-    return scores
-
-
-def validate(setup: Setup, step: int) -> dict[str, float]:
-    """The point of the curve of held-out accuracy at `step`; it is on record only as these metrics."""
-    with during(f"validation after step {step}"), memory_for("evaluation"), phase("validation"):
-        evaluation = ask(setup, reduced(setup.experiment.eval, setup.experiment.task))
-    assert evaluation is not None
-    return metrics_of_validation(evaluation.samples)

@@ -14,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from hydra_plugins.process_launcher.launcher import ProcessLauncher
 from qerl_bench.__main__ import COMMANDS, READERS, main
-from qerl_bench.conduct.runner import parsed, parser_of, prepared
+from qerl_bench.conduct.runner import check_options, parse_options, parser_of
 from qerl_bench.config import build, compose
 from qerl_core.checks import ConfigError
 from qerl_core.options import user_options
@@ -94,9 +94,9 @@ def test_sweeps_studies_and_help_know_the_folder(tmp_path: Path) -> None:
     study = tmp_path / "study.yaml"
     content = yaml.safe_load((CONF_DIR.parent / "studies" / "worlds-2026" / "study.yaml").read_text())
     study.write_text(yaml.safe_dump(content | {"arms": {"own": {"tier": 1, "words": ["quant=own"]}}}))
-    options = parsed(parser_of(""), [str(study), "words=task.numbers=[3,4],steps=5", *words])
+    options = parse_options(parser_of(""), [str(study), "words=task.numbers=[3,4],steps=5", *words])
     assert options.words == ["task.numbers=[3,4]", "steps=5", *words]
-    design, _, _ = prepared(parsed(parser_of(""), [str(study), *words]))
+    design, _, _ = check_options(parse_options(parser_of(""), [str(study), *words]))
     assert design.formats == ["own"] and words[0] in design.words(design.arms[0], 0, 0, None)
 
 

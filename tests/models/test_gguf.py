@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qerl_bench.config import build, compose
 from qerl_bench.model.digest import digest_of, file_digest, name_of_base
 from qerl_bench.model.gguf import convert
-from qerl_bench.model.gguf.convert import converted, record_of, told
+from qerl_bench.model.gguf.convert import converted, record_of, rounding_notice
 from qerl_bench.model.gguf.header import _read
 from qerl_bench.model.gguf.rope import FREQUENCIES
 from qerl_bench.model.gguf.safetensors import SERIAL, rounded
@@ -190,9 +190,9 @@ def test_the_folder_is_made_once_and_says_what_the_weights_have_been_through(tmp
     assert {path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()} == {folder.name}
     record = record_of(folder)
     assert record is not None and record["bits_per_weight"] == 5.0 and record["file"] == "My Model.gguf"
-    assert told(record) == "My Model.gguf: these 16-bit weights were rounded to 5.0 bits a weight before"
+    assert rounding_notice(record) == "My Model.gguf: these 16-bit weights were rounded to 5.0 bits a weight before"
     plain = write(tmp_path / "plain.gguf", model_of("qwen2"), "BF16")
-    assert told(record_of(hub(plain).converted(tmp_path)) or {}) is None
+    assert rounding_notice(record_of(hub(plain).converted(tmp_path)) or {}) is None
 
 
 def test_another_file_of_the_same_name_and_size_is_converted_anew(

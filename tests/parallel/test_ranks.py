@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qerl_bench.parallel import World, joined, largest
+from qerl_bench.parallel import World, joined_ranks, largest
 from qerl_core.checks import ConfigError
 from qerl_studies.runs.load import load_run
 from tests.parallel.ranks import Ended, run
@@ -314,12 +314,12 @@ def test_variables_that_torchrun_has_not_set_are_refused(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"RANK=.* --nproc-per-node .* -u RANK"), joined():
+    with pytest.raises(ConfigError, match=r"RANK=.* --nproc-per-node .* -u RANK"), joined_ranks():
         pass
 
 
 def test_one_process_is_a_world_without_torch_distributed() -> None:
-    with joined() as world:
+    with joined_ranks() as world:
         assert type(world) is World
         assert (world.rank, world.size, world.gather(3), [*world.take(2)]) == (0, 1, [3], [0, 1])
     assert not torch.distributed.is_initialized()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from qerl_bench.parallel import joined
+from qerl_bench.parallel import joined_ranks
 from qerl_bench.sweep.slurm import SlurmSweep
 from qerl_core.checks import ConfigError
 from qerl_core.process.children import Child, wait
@@ -119,5 +119,5 @@ def test_a_place_among_processes_that_torchrun_has_not_given_is_refused(
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"torchrun --nproc-per-node N .*env -u .*WORLD_SIZE"), joined():
+    with pytest.raises(ConfigError, match=r"torchrun --nproc-per-node N .*env -u .*WORLD_SIZE"), joined_ranks():
         pass

@@ -18,19 +18,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qerl_bench.config import build, compose
-from qerl_bench.engine import hf_reference, untouched
+from qerl_bench.engine import hf_reference, reference_generation
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import HFEngine
+from qerl_bench.engine.reference_generation import TOKENS, Written
 from qerl_bench.engine.sampled_check import gap_of, sampled_check
 from qerl_bench.engine.sampler import Sampler
-from qerl_bench.engine.untouched import TOKENS, Written
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.model import remembered, stock
+from qerl_bench.model import check_cache, reference_model
 from qerl_bench.model.context import context_of, require_one_rope, rope_switch
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import preflight
-from qerl_bench.model.stock import Origin
+from qerl_bench.model.reference_model import Origin
 from qerl_bench.model_setup import build_policy
 from qerl_bench.quant.export import export
 from qerl_bench.run_setup import set_up
@@ -409,8 +409,8 @@ def test_a_large_model_is_compared_by_blocks_of_every_kind(
     config = one.policy.model.config.to_dict()
     whole = one.gaps()
     assert whole["sampled_blocks"] == blocks
-    monkeypatch.setattr(stock, "MOST_BYTES", 0)
-    assert stock.blocks_to_compare(one.policy) == count
+    monkeypatch.setattr(reference_model, "MOST_BYTES", 0)
+    assert reference_model.blocks_to_compare(one.policy) == count
     shrunk = one.gaps()
     assert shrunk["sampled_blocks"] == count and shrunk["sampled_gap"] < CLOSE
     assert one.policy.model.config.to_dict() == config
@@ -489,7 +489,7 @@ def test_other_weights_config_code_packages_or_card_are_compared_again(
         "versions": lambda: {"torch": "0", "transformers": "0"},
     }.items():
         with monkeypatch.context() as patch:
-            patch.setattr(remembered, name, value)
+            patch.setattr(check_cache, name, value)
             assert not runs(options)["remembered"], name
 
 
@@ -505,7 +505,7 @@ def test_where_a_part_of_the_key_is_missing_nothing_is_remembered(
         "versions": lambda: {"torch": None, "transformers": "5"},
     }.items():
         with monkeypatch.context() as patch:
-            patch.setattr(remembered, name, value)
+            patch.setattr(check_cache, name, value)
             assert not runs(options)["remembered"] and not runs(options)["remembered"], name
     monkeypatch.setattr("qerl_bench.run_setup.digest_of", lambda *_: None)
     assert not runs(options)["remembered"] and not runs(options)["remembered"]
@@ -522,9 +522,9 @@ def test_a_failure_is_not_remembered_nor_hidden(
 ) -> None:
     options = experiment("llama")
     with monkeypatch.context() as patch:
-        patch.setattr(untouched, "SEED", 5)  # other draws than the engine's
+        patch.setattr(reference_generation, "SEED", 5)  # other draws than the engine's
         patch.setattr(
-            untouched,
+            reference_generation,
             "uniforms",
             lambda keys, count: torch.linspace(0, 0.9, count).double().expand(len(keys), -1).numpy(),
         )

@@ -55,7 +55,7 @@ STUDY = CONF_DIR.parent / "studies" / "worlds-2026" / "study.yaml"
 
 @pytest.fixture(autouse=True)
 def committed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if all of this checkout were: tests/unit/test_accountable.py has what happens otherwise."""
+    """As if all of this checkout were: tests/unit/test_provenance.py has what happens otherwise."""
     monkeypatch.setattr(study, "account_for_changes", lambda *_: None)
 
 
@@ -323,7 +323,7 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
     measured: list[str] = []
     samplers: list[tuple[float, ...]] = []
 
-    def samples(experiment: Experiment, policy: Policy, engine: Any, *_: Any) -> list[Any]:
+    def samples(noise: Any, policy: Policy, engine: Any, *_: Any) -> list[Any]:
         samplers.append(tuple(one.relative_error for one in engine.policy.layers.values()))
         return [SimpleNamespace(entropies=[1.0], token_ids=[0])]
 

@@ -14,8 +14,8 @@ import torch
 from qerl_bench.train import memory_plan
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.memory_plan import MemoryPlan, Size, micro_batch_size
-from qerl_bench.train.reduced_sizes import shortages_of
 from qerl_bench.train.retry_smaller import after_shortage
+from qerl_bench.train.trainer_state import TrainerState
 from qerl_bench.train.update import make_optimizer, update
 from qerl_core.checks import ConfigError, TrainingStopped
 from qerl_core.exits import exit_in_words
@@ -161,7 +161,7 @@ def test_a_plan_of_recorded_passes_has_room_for_a_pool_and_a_pass_beside_it() ->
 
 
 def _on(device: str) -> Any:
-    return SimpleNamespace(device=torch.device(device), training_cache={})
+    return SimpleNamespace(device=torch.device(device))
 
 
 def test_micro_batches_are_measured_once_and_kept(
@@ -176,15 +176,16 @@ def test_micro_batches_are_measured_once_and_kept(
     monkeypatch.setattr(memory_plan, "measured_plan", lambda *_: next(plans))
     train, run, no_optimizer = make_experiment().train, Run(tmp_path), cast("Any", None)
 
-    def ask(policy: Any, longest: int) -> Size:
-        return micro_batch_size(train, policy, no_optimizer, longest, run, records=True)  # type: ignore[arg-type]
+    def ask(device: str, longest: int, state: TrainerState) -> Size:
+        return micro_batch_size(train, _on(device), no_optimizer, longest, run, True, state)  # type: ignore[arg-type]
 
-    assert ask(_on("cpu"), 100) == Size(2048, recorded=True) and ask(_on("cpu"), 9000).tokens == 9000
+    assert ask("cpu", 100, TrainerState()) == Size(2048, recorded=True)
+    assert ask("cpu", 9000, TrainerState()).tokens == 9000
     assert not [*tmp_path.iterdir()]
-    policy, again = _on("cuda"), _on("cuda")
-    assert ask(policy, 1000) == Size(4096, recorded=False) and "1.00 MiB a token" in caplog.text
-    memory_plan.remember(again, run)  # type: ignore[arg-type]
-    assert ask(policy, 5000).tokens == 5000 and ask(again, 1000) == Size(4096, recorded=False)
+    state = TrainerState()
+    assert ask("cuda", 1000, state) == Size(4096, recorded=False) and "1.00 MiB a token" in caplog.text
+    again = TrainerState(size=memory_plan.planned_before(run))  # type: ignore[arg-type]
+    assert ask("cuda", 5000, state).tokens == 5000 and ask("cuda", 1000, again) == Size(4096, recorded=False)
     assert json.loads((tmp_path / "memory.json").read_text())["longest_sequence"] == 1000
 
 
@@ -196,20 +197,21 @@ def test_recorded_passes_are_no_larger_than_micro_batches(
 ) -> None:
     """The smallest has four rows: 12,288 tokens where the longest sequence has 3,000."""
     train, nothing = make_experiment(f"train.micro_batch_tokens={tokens}").train, cast("Any", None)
-    assert micro_batch_size(train, _on("cuda"), nothing, longest, nothing, records=True) == Size(tokens, recorded)
+    state = TrainerState()
+    assert micro_batch_size(train, _on("cuda"), nothing, longest, nothing, True, state) == Size(tokens, recorded)
 
 
 def test_a_run_that_begins_again_knows_nothing_of_a_shortage_before(
     make_experiment: Callable[..., Any], tmp_path: Path
 ) -> None:
     train, policy, run, nothing = make_experiment().train, _on("cpu"), cast("Any", Run(tmp_path)), cast("Any", None)
-    shortages_of(policy).begin(4)
+    state = TrainerState()
+    state.shortages.begin(4)
     error, size = torch.OutOfMemoryError("Tried to allocate"), Size(2048, recorded=False)
-    smaller = after_shortage(error, size, train, policy, 100, run, may_shrink=True, frees=False)
-    assert smaller == micro_batch_size(train, policy, nothing, 100, run, records=False) == Size(1024, recorded=False)
-    again = _on("cpu")
-    memory_plan.remember(again, run)
-    assert micro_batch_size(train, again, nothing, 100, run, records=False) == size
+    smaller = after_shortage(error, size, train, state.shortages, 100, run, may_shrink=True, frees=False)
+    assert smaller == micro_batch_size(train, policy, nothing, 100, run, False, state) == Size(1024, recorded=False)
+    again = TrainerState(size=memory_plan.planned_before(run))
+    assert micro_batch_size(train, policy, nothing, 100, run, False, again) == size
 
 
 def test_a_share_of_a_gpu_is_what_is_planned_for(

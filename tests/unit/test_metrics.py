@@ -22,6 +22,7 @@ from qerl_bench.model_setup import build_policy
 from qerl_bench.run_setup import Setup
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.lag import Lag
+from qerl_bench.train.trainer_state import TrainerState
 from qerl_bench.train.update import make_optimizer
 from qerl_core.metrics import compute, definitions
 from qerl_core.process.device import PhaseTimer
@@ -246,7 +247,8 @@ class Step:
         self.run = RunDir(folder, config)
         with self.run:
             optimizer, lag = make_optimizer(self.policy, experiment.optim), Lag(self.policy.trainable, 0)
-            self.found = train_step(Setup(experiment, self.policy, self.engine, self.run), optimizer, lag, 3)
+            setup = Setup(experiment, self.policy, self.engine, self.run, TrainerState())
+            self.found = train_step(setup, optimizer, lag, 3)
 
     def fresh_policy(self) -> Policy:
         """The policy before the step. It stops at one token in twelve, so that lengths differ."""

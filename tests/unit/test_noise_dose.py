@@ -23,6 +23,7 @@ from qerl_bench.train.memory_plan import Size
 from qerl_core.metrics import compute, definitions
 from qerl_core.process.device import PhaseTimer
 from qerl_core.records import Prompt, Rollout
+from qerl_core.seeding import derive
 
 NOISE = ("aqn=constant", "aqn.level=0.3", "quant=bf16", "rollout.temperature=0.8", "rollout.group_size=3")
 
@@ -115,7 +116,12 @@ def test_the_curve_of_any_experiment(make_policy: Callable[..., Any], make_exper
     found = dose.curve(experiment, policy, engine, prompts, (0, 0.2, 0.8), (0, 1))
     assert [one.sigma for one in found] == [0, 0.2, 0.8]
     assert found[0].kl < 1e-6 < found[1].kl < found[2].kl
-    plain = [one for draw in (0, 1) for one in engine.generate(prompts, dose.probe_sampling(experiment, 3, 0.8, draw))]
+    longest = experiment.task.max_completion_tokens
+    plain = [
+        one
+        for draw in (0, 1)
+        for one in engine.generate(prompts, dose.group_sampling(experiment.rollout, longest, derive("probe", draw)))
+    ]
     assert found[0].entropy == pytest.approx(mean_entropy(policy, plain, 0.8), rel=1e-4)
     assert dose.curve(experiment, policy, engine, prompts, [0.2], (0, 1))[0] == found[1]
 
@@ -163,14 +169,14 @@ def test_a_run_says_it_once_at_its_first_noisy_step(
 )
 def test_the_line_says_what_the_numbers_mean(kl: float, words: str) -> None:
     found = {"aqn/sigma": 0.01, "aqn/sigma_share": 0.0125, "aqn/dose_kl": kl, "aqn/dose_entropy": 1.004}
-    line = dose.in_words(7, found)
+    line = dose.summary_line(7, found)
     assert line.startswith("first noise, step 7: sigma 0.01 (1.2% of the median norm scale): KL ") and "x1.00" in line
     assert line.endswith(f"changes {words}")
     del found["aqn/sigma_share"]
-    assert "norm scale" not in dose.in_words(7, found)
+    assert "norm scale" not in dose.summary_line(7, found)
     found |= {"aqn/dose_entropy": math.nan}
     del found["aqn/dose_kl"]
-    assert dose.in_words(7, found).endswith(": KL unknown, entropy unknown")
+    assert dose.summary_line(7, found).endswith(": KL unknown, entropy unknown")
 
 
 def test_a_policy_that_is_sure_of_everything_has_no_ratio_of_entropies() -> None:
@@ -219,17 +225,15 @@ def test_passes_are_halved_where_memory_runs_out_and_no_larger_than_micro_batche
         tried.append(tuple(ids.shape))
         return full() if len(ids) > most else whole(ids, *words)
 
-    wanted = dose.kl_to(experiment, policy, rollouts)
+    wanted = dose.kl_to(experiment.train, 0.8, policy, rollouts)
     policy.token_stats = token_stats
-    assert dose.kl_to(experiment, policy, rollouts) == pytest.approx(wanted, rel=1e-4)
+    assert dose.kl_to(experiment.train, 0.8, policy, rollouts) == pytest.approx(wanted, rel=1e-4)
     assert tried[0][0] == 6 and tried[-1][0] <= most
     tried.clear()
     longest = max(len(one.prompt_ids) + len(one.token_ids) for one in rollouts)
     small = make_experiment(*WITHOUT_SPLIT, f"train.micro_batch_tokens={longest}")
-    planned = {**policy.training_cache, "size": Size(longest, recorded=False)}
-    for of, kept in ((small, policy.training_cache), (experiment, planned)):
-        policy.training_cache = kept
-        assert dose.kl_to(of, policy, rollouts) == pytest.approx(wanted, rel=1e-4)
+    for of, planned in ((small, None), (experiment, Size(longest, recorded=False))):
+        assert dose.kl_to(of.train, 0.8, policy, rollouts, planned) == pytest.approx(wanted, rel=1e-4)
         assert all(rows * width <= longest for rows, width in tried)
 
 
@@ -246,7 +250,7 @@ def test_a_run_goes_on_without_a_number_that_there_is_no_memory_for(
     found = dose.first_dose(experiment, policy, engine, groups, rollout_sampling(experiment, 1))
     assert {"aqn/dose_entropy", "aqn/dose_kl"} - found.keys() == {lacking}
     assert len([line for line in caplog.messages if lacking in line and "CUDA out of memory" in line]) == 1
-    assert "unknown" in dose.in_words(1, found | {"aqn/sigma": 0.3})
+    assert "unknown" in dose.summary_line(1, found | {"aqn/sigma": 0.3})
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("something else")

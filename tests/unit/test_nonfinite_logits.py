@@ -18,7 +18,7 @@ from qerl_bench.engine.hf import HFEngine
 from qerl_bench.engine.sampler import Sampler
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import build_policy
-from qerl_bench.train.nonfinite import during, require_finite_logits
+from qerl_bench.train.nonfinite import blaming, require_finite_logits
 from qerl_core.checks import TrainingStopped
 from qerl_core.exits import exit_in_words
 from qerl_core.process.arguments import whole
@@ -88,7 +88,7 @@ def test_a_run_ends_with_one_message_that_says_when(
 
 
 def test_only_what_stopped_a_run_is_told_where() -> None:
-    with pytest.raises(TrainingStopped, match=r"^step 3: no$"), during("step 3"):
+    with pytest.raises(TrainingStopped, match=r"^step 3: no$"), blaming("step 3"):
         raise TrainingStopped("no")
-    with pytest.raises(ZeroDivisionError), during("step 3"):
+    with pytest.raises(ZeroDivisionError), blaming("step 3"):
         _ = 1 / 0

@@ -17,6 +17,7 @@ from qerl_bench.config import build
 from qerl_bench.experiment import collect_rollouts
 from qerl_bench.model_setup import build_policy
 from qerl_bench.run_setup import on_base_of
+from qerl_bench.train.trainer_state import TrainerState
 from qerl_core.checks import ConfigError
 from qerl_core.process.device import PhaseTimer
 from qerl_core.rundir.finished_run import without_training
@@ -54,8 +55,10 @@ def test_it_is_the_policy_that_its_checkpoint_makes_on_that_base(
     expected.load(tmp_path)
     answering = experiment.in_format("eval.quant", other)
     engine = experiment.engine.build(policy)
-    with on_base_of(answering, "eval.quant", experiment, policy, engine) as (copy, engine):
+    state = TrainerState()
+    with on_base_of(answering, "eval.quant", experiment, policy, engine, state) as (copy, engine):
         assert vars(engine)["policy"] is copy is not policy
+        assert state.engines == [engine] and vars(engine)["state"] is state  # shortages are those of the run
         assert torch.equal(logprobs(copy), logprobs(expected))
         assert not torch.equal(logprobs(copy), logprobs(policy))
         with copy.without_adapter(), expected.without_adapter():
@@ -63,6 +66,7 @@ def test_it_is_the_policy_that_its_checkpoint_makes_on_that_base(
         with torch.no_grad():
             policy.trainable[0].add_(1.0)
         assert not torch.equal(logprobs(copy), logprobs(expected))  # it follows the training
+    assert state.engines == []
 
 
 def test_with_the_format_of_training_nothing_is_made(make_experiment: Any, make_policy: Any) -> None:

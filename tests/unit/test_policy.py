@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,12 @@ def _train(policy: Policy, experiment: Any, steps: int = 3) -> None:
     )
     for step in range(1, steps + 1):
         update(supervised, policy, optimizer, _batch(policy), NO_RUN, step)
+
+
+def test_no_dictionary_of_a_policy_can_be_written_into(make_policy: Callable[..., Any]) -> None:
+    text = inspect.getsource(Policy.__init__)
+    dictionaries = [name for name, value in vars(make_policy()).items() if isinstance(value, dict)]
+    assert dictionaries and not [name for name in dictionaries if not re.search(rf"\b{name}: Mapping\[", text)]
 
 
 # --- per-token numbers -----------------------------------------------------------------------------------------------

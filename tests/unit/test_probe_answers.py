@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qerl_bench.commands.probe import check, parsed
+from qerl_bench.commands.probe import check, parse_options
 from qerl_bench.dose import Dose
 from qerl_bench.probe import rise
 from qerl_bench.probe.answers import SCHEMA, TOP_P, Asked, asked_at, numbers, sampling, table
@@ -123,7 +123,8 @@ def test_a_search_for_a_rise_goes_on_where_it_was(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(rise, "mean_entropy", lambda sigma: 1 + sigma)
     monkeypatch.setattr(rise, "curve", lambda *given: doses)
     monkeypatch.setattr(rise, "on_base_of", lambda *given: nullcontext((None, None)))
-    experiment: Any = SimpleNamespace(task=SimpleNamespace(train_prompts=lambda *given: []), sampled=None)
+    task = SimpleNamespace(train_prompts=lambda *given: [], max_completion_tokens=4)
+    experiment: Any = SimpleNamespace(task=task, sampled=None, noise=None, rollout=None)
     nothing: Any = None
 
     def search(*keep: Any) -> dict[str, Any]:
@@ -186,12 +187,14 @@ def test_advice_names_the_options_with_their_numbers() -> None:
     ],
 )
 def test_a_wrong_option_is_refused(word: str, says: str) -> None:
-    options, words = parsed(["model=tiny", "task=arithmetic", word])
+    options, words = parse_options(["model=tiny", "task=arithmetic", word])
     with pytest.raises(ConfigError, match=says):
         check(options, words)
 
 
 def test_words_of_a_run_are_told_from_those_of_the_probe() -> None:
-    options, words = parsed(["model=hub", "task.answer_format=boxed", "formats=bf16,nf4", "questions=8", "seed=3"])
+    options, words = parse_options(
+        ["model=hub", "task.answer_format=boxed", "formats=bf16,nf4", "questions=8", "seed=3"]
+    )
     assert words == ["model=hub", "task.answer_format=boxed", "seed=3"]
     assert options.formats == ["bf16", "nf4"] and options.questions == 8

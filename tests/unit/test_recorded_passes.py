@@ -12,6 +12,7 @@ from qerl_bench.train import recorded_passes
 from qerl_bench.train import update as module
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.recorded_passes import PaddedInputs, bucket, why_not
+from qerl_bench.train.trainer_state import TrainerState
 from qerl_core.checks import ConfigError
 
 LENGTHS = (4, 1, 9, 0, 6, 3, 12)
@@ -50,14 +51,11 @@ def test_what_is_added_has_no_weight() -> None:
     assert narrow.shape == (4, 6) and (narrow[2:] == 9).all() and (narrow[:2] == batch.input_ids[:2, :6]).all()
 
 
-def _step(
-    policy: Any, experiment: Any, batch: Any, fixed: bool, patch: pytest.MonkeyPatch
-) -> tuple[dict[str, float], Any]:
+def _step(policy: Any, experiment: Any, batch: Any, fixed: bool) -> tuple[dict[str, float], Any]:
     """Metrics of one update, and the gradient by AdamW's first moment; `fixed` is without a graph on a CPU."""
     passes = recorded_passes.RecordedPasses(experiment, policy) if fixed else None
-    patch.setattr(module, "recorded_passes", lambda *_: passes)
-    optimizer = module.make_optimizer(policy, experiment.optim)
-    found = module.update(experiment, policy, optimizer, batch, NO_RUN, 1)
+    optimizer, state = module.make_optimizer(policy, experiment.optim), TrainerState(passes=passes)
+    found = module.update(experiment, policy, optimizer, batch, NO_RUN, 1, state=state)
     moments = [
         optimizer.state[p]["exp_avg"].flatten() if p in optimizer.state else p.flatten() * 0 for p in policy.trainable
     ]
@@ -76,7 +74,6 @@ CASES = [
 def test_fixed_shapes_change_rounding_only(
     make_policy: Callable[..., Any],
     make_experiment: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
     algo: str,
     words: tuple[str, ...],
 ) -> None:
@@ -90,7 +87,7 @@ def test_fixed_shapes_change_rounding_only(
         if experiment.aqn.name != "none":
             with policy.noise.for_rollout(1, 0):
                 pass
-        results.append(_step(policy, experiment, _batch(), fixed, monkeypatch))
+        results.append(_step(policy, experiment, _batch(), fixed))
     (plain, gradient), (padded, other) = results
     for found in (plain, padded):
         found.pop("train/micro_batches")  # rows without gradient have none of their own
@@ -101,14 +98,14 @@ def test_fixed_shapes_change_rounding_only(
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_autocast_computes_the_gradient_to_the_rounding_of_bf16(
-    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, fixed: bool
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], fixed: bool
 ) -> None:
     """Weights and gradients stay in FP32; the gradient differs by what BF16 rounds (2^-9), and it does differ."""
     words, results = ("algo=sft", "lora=none", "quant=bf16"), []
     for autocast in (False, True):
         policy = make_policy("algo=sft", "lora=none", quant="bf16", adapted=False)
         experiment = make_experiment(*words, f"train.autocast={autocast}")
-        results.append(_step(policy, experiment, _batch(), fixed, monkeypatch))
+        results.append(_step(policy, experiment, _batch(), fixed))
         assert {parameter.dtype for parameter in policy.trainable} == {torch.float32}
     (plain, gradient), (rounded, other) = results
     assert rounded["loss"] == pytest.approx(plain["loss"], rel=1e-2)
@@ -156,7 +153,6 @@ def test_where_it_cannot_be_the_log_says_why(
 def test_a_replayed_pass_is_the_plain_one(
     make_policy: Callable[..., Any],
     make_experiment: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
     algo: str,
     words: tuple[str, ...],
 ) -> None:
@@ -175,11 +171,10 @@ def test_a_replayed_pass_is_the_plain_one(
             with policy.noise.for_rollout(1, 0):
                 pass
         passes = recorded_passes.RecordedPasses(experiment, policy) if fixed else None
-        monkeypatch.setattr(module, "recorded_passes", lambda *_, passes=passes: passes)
-        optimizer = module.make_optimizer(policy, experiment.optim)
+        optimizer, kept = module.make_optimizer(policy, experiment.optim), TrainerState(passes=passes)
         batch = _batch()
         found = [
-            module.update(experiment, policy, optimizer, batch.rows(rows), NO_RUN, step)
+            module.update(experiment, policy, optimizer, batch.rows(rows), NO_RUN, step, state=kept)
             for step, rows in ((1, torch.arange(7)), (2, torch.arange(6, -1, -1)))
         ]
         assert passes is None or len(passes.recordings.passes) == 1

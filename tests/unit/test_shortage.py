@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from qerl_bench.engine import adapter_check, decode_buffers, hf, hf_graph, hf_reference
-from qerl_bench.engine.base import Sampling
+from qerl_bench.engine.base import Sampling, WrappedEngine, innermost
 from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.engine.sampler import Sampler
 from qerl_bench.engine.shared import SharedEngine
@@ -24,6 +25,7 @@ from qerl_bench.train import memory_plan, recorded_passes, reduced_sizes
 from qerl_bench.train import update as module
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.recorded_passes import PaddedInputs, RecordedPasses, least_tokens, rows_that_fit
+from qerl_bench.train.trainer_state import TrainerState
 from qerl_core.checks import TrainingStopped
 from qerl_core.process import gpu_share
 from qerl_core.process.device import random_state, set_random_state
@@ -63,11 +65,14 @@ def _batch(policy: Any) -> Any:
     return make_batch(*rows, policy.pad_id, policy.device, [[-5.0] * length for length in LENGTHS], advantages)
 
 
-def _updated(policy: Any, experiment: Any, run: Any, steps: int = 1) -> tuple[list[dict[str, float]], torch.Tensor]:
+def _updated(
+    policy: Any, experiment: Any, run: Any, steps: int = 1, state: TrainerState | None = None
+) -> tuple[list[dict[str, float]], torch.Tensor]:
     """The metrics of each step, and the weights behind the last."""
     torch.manual_seed(3)
-    optimizer = module.make_optimizer(policy, experiment.optim)
-    found = [module.update(experiment, policy, optimizer, _batch(policy), run, step + 1) for step in range(steps)]
+    optimizer, state = module.make_optimizer(policy, experiment.optim), state or TrainerState()
+    of_step = partial(module.update, experiment, policy, optimizer, _batch(policy), run, state=state)
+    found = [of_step(step + 1) for step in range(steps)]
     return found, torch.cat([parameter.detach().flatten() for parameter in policy.trainable])
 
 
@@ -102,14 +107,15 @@ def test_what_sampling_keeps_is_given_up_for_an_update(
     for tokens, short in ((80, (1,)), (14, (1,)), (14, (1, 2))):
         policy = make_policy()
         engine = hf.HFEngine(policy, 4, kept_gib=1.0)
-        policy.training_cache["sampler"] = engine.sampler = Sampler(policy, engine.limits)
+        engine.sampler = Sampler(policy, engine.limits)
         engine.generate(PROMPTS, SAMPLING)
         engine.sleep()
-        assert engine.sampler.kept is not None
+        assert engine.sampler.kept is not None and engine.holds_memory
+        experiment, state = make_experiment(f"train.micro_batch_tokens={tokens}"), TrainerState()
         ends = pytest.raises(TrainingStopped, match="up to 14 tokens") if len(short) > 1 else nullcontext()
-        with shortages(policy, "token_stats", *short), ends:
-            _updated(policy, make_experiment(f"train.micro_batch_tokens={tokens}"), run)
-        assert engine.sampler.kept is None
+        with shortages(policy, "token_stats", *short), state.joined_by(engine), ends:
+            _updated(policy, experiment, run, state=state)
+        assert engine.sampler.kept is None and not engine.holds_memory and state.engines == []
 
 
 def test_a_later_update_on_the_same_batch_goes_on_with_what_the_first_has_fixed(
@@ -135,9 +141,7 @@ def test_a_continued_run_has_the_micro_batches_that_it_came_to(
 ) -> None:
     experiment = make_experiment("train.micro_batch_tokens=80")
     run.write(memory_plan.FILE, json.dumps({"micro_batch_tokens": 20, "recorded": False}))
-    policy = make_policy()
-    memory_plan.remember(policy, run)
-    found, _ = _updated(policy, experiment, run)
+    found, _ = _updated(make_policy(), experiment, run, state=TrainerState(size=memory_plan.planned_before(run)))
     wanted, _ = _updated(make_policy(), make_experiment("train.micro_batch_tokens=20"), None)
     assert found == wanted and found[0]["train/micro_batches"] > 3
 
@@ -211,10 +215,10 @@ def test_what_was_planned_is_tried_again_after_some_steps(
     caplog.set_level("INFO", logger="qerl_bench")
     monkeypatch.setattr(reduced_sizes, "FIRST_WAIT", 2)
     policy, experiment = make_policy(), make_experiment("train.micro_batch_tokens=80")
-    optimizer, made = module.make_optimizer(policy, experiment.optim), []
+    optimizer, made, state = module.make_optimizer(policy, experiment.optim), [], TrainerState()
     for step in range(1, 17):
         with shortages(policy, "token_stats", *([1] if step in (1, 4, 7) else [])):
-            metrics = module.update(experiment, policy, optimizer, _batch(policy), run, step)
+            metrics = module.update(experiment, policy, optimizer, _batch(policy), run, step, state=state)
         made.append(int(metrics["train/micro_batches"]))
     whole, half, quarter = made[-1], made[0], made[6]
     assert whole < half < quarter
@@ -280,7 +284,7 @@ class Replayed:
             torch._foreach_copy_(self.outputs.tensors(), found.tensors())  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _recording(passes: RecordedPasses, patch: pytest.MonkeyPatch, *failing: int) -> list[tuple[int, ...]]:
+def _recording(passes: RecordedPasses, *failing: int) -> list[tuple[int, ...]]:
     """Let `passes` record on a CPU; these recordings fail. Returns the shapes of all, as they are asked for."""
     asked: list[tuple[int, ...]] = []
 
@@ -296,18 +300,16 @@ def _recording(passes: RecordedPasses, patch: pytest.MonkeyPatch, *failing: int)
         recordings.passes[inputs.shape] = place, Replayed(passes, place, outputs), outputs  # type: ignore[assignment]
 
     passes.records, passes._record = True, record
-    patch.setattr(module, "recorded_passes", lambda *_: passes)
     return asked
 
 
-def test_recordings_share_what_they_give(
-    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recordings_share_what_they_give(make_policy: Callable[..., Any], make_experiment: Callable[..., Any]) -> None:
     experiment, plain = make_experiment("train.micro_batch_tokens=60"), make_policy()
     wanted, weights = _updated(plain, experiment, None, 2)
     policy = make_policy()
-    shapes = _recording(RecordedPasses(experiment, policy), monkeypatch)
-    found, others = _updated(policy, experiment, None, 2)
+    passes = RecordedPasses(experiment, policy)
+    shapes = _recording(passes)
+    found, others = _updated(policy, experiment, None, 2, TrainerState(passes=passes))
     assert len(shapes) == len({*shapes}) > 1  # and those of the second step are replayed
     for one in (*wanted, *found):
         one.pop("train/micro_batches")
@@ -320,7 +322,6 @@ def test_passes_are_plain_from_then_on_where_a_recording_has_no_memory(
     make_policy: Callable[..., Any],
     make_experiment: Callable[..., Any],
     run: Any,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     failing: int,
 ) -> None:
@@ -329,8 +330,8 @@ def test_passes_are_plain_from_then_on_where_a_recording_has_no_memory(
     wanted = _updated(make_policy(), experiment, None, 2)
     policy = make_policy()
     passes = RecordedPasses(experiment, policy)
-    shapes = _recording(passes, monkeypatch, failing)
-    found = _updated(policy, experiment, run, 2)
+    shapes = _recording(passes, failing)
+    found = _updated(policy, experiment, run, 2, TrainerState(passes=passes))
     assert found[0] == wanted[0] and torch.equal(found[1], wanted[1])
     assert len(shapes) == failing and not passes.recordings.passes
     assert (
@@ -367,7 +368,7 @@ def test_a_recording_can_free_those_before_it(
     graph = weakref.ref(passes.recordings.passes[1, 2, 3][1])
 
     def record(_: PaddedInputs) -> None:
-        passes.forget()
+        passes.release()
         assert graph() is None
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
 
@@ -433,7 +434,8 @@ def test_completions_are_the_same_with_fewer_rows(
 
 def test_the_configured_rows_are_tried_again_after_some_steps(policy: Policy, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="qerl_bench")
-    engine, state = _engine(policy, True, 8), reduced_sizes.shortages_of(policy)
+    engine = _engine(policy, True, 8)
+    state = engine.state.shortages
     found = []
     for step in range(1, 13):
         state.begin(step)
@@ -465,18 +467,23 @@ def test_rows_that_are_to_stay_as_many_end_the_run_in_words(policy: Policy) -> N
 
 def test_training_gives_up_its_recordings_for_a_rollout(policy: Policy) -> None:
     class Passes:
-        forgotten = 0
+        released = 0
 
-        def forget(self) -> None:
-            self.forgotten += 1
+        def release(self) -> None:
+            self.released += 1
 
-    passes = policy.training_cache["passes"] = Passes()
-    try:
-        with shortages(hf_graph.Decoding, "_advance", 1):
-            _engine(policy, True).generate(PROMPTS, SAMPLING)
-    finally:
-        del policy.training_cache["passes"]
-    assert passes.forgotten == 1
+    passes: Any = Passes()
+    state, engine = TrainerState(passes=passes), _engine(policy, True)
+    with state.joined_by(engine), shortages(hf_graph.Decoding, "_advance", 1):
+        engine.generate(PROMPTS, SAMPLING)
+    assert passes.released == 1 and state.shortages.limits.value is not None
+
+
+def test_an_engine_joins_a_run_if_it_can_whatever_is_around_it(policy: Policy) -> None:
+    state, engine, own = TrainerState(), _engine(policy, True), object()  # which knows nothing of training
+    with state.joined_by(own), state.joined_by(innermost(WrappedEngine(WrappedEngine(engine)))):
+        assert state.engines == [engine] and engine.state is state
+    assert state.engines == []
 
 
 @pytest.mark.parametrize(
@@ -545,9 +552,10 @@ def test_recordings_of_many_shapes_take_what_the_largest_takes(
     optimizer = module.make_optimizer(policy, experiment.optim)
     passes = recorded_passes.recorded_passes(experiment, policy)
     assert passes is not None
+    state = TrainerState(passes=passes)
     reserved, rooms = [], []
     for step, (rows, length) in enumerate([(16, 250), (20, 190), (12, 310), (28, 120), (10, 380), (4, 900)] * 2):
-        module.update(experiment, policy, optimizer, _rows(policy, rows, length), run, step + 1)
+        module.update(experiment, policy, optimizer, _rows(policy, rows, length), run, step + 1, state=state)
         torch.cuda.empty_cache()
         reserved.append(torch.cuda.memory_reserved())
         rooms.append(passes.recordings.room)
@@ -555,7 +563,7 @@ def test_recordings_of_many_shapes_take_what_the_largest_takes(
     before = reserved[0] - rooms[0]  # weights, gradients, buffers
     assert max(reserved) < before + 1.15 * rooms[-1] + 2**28
     assert max(reserved[6:]) - min(reserved[6:]) < 2**26  # the second round replays
-    passes.forget()
+    passes.release()
     optimizer.zero_grad()
     gpu_share.release()
     assert torch.cuda.memory_reserved() < reserved[-1] - 0.9 * rooms[-1]  # nothing pins the pool
@@ -572,11 +580,12 @@ def test_a_shortage_while_a_pass_is_recorded_on_a_gpu(
     for capture in ("off", "auto"):
         policy, experiment = make_policy(*words, device="cuda"), make_experiment(*words, f"train.capture={capture}")
         optimizer = module.make_optimizer(policy, experiment.optim)
+        state = TrainerState(passes=recorded_passes.recorded_passes(experiment, policy))
         found = []
         for step, (rows, length) in enumerate([(8, 200), (8, 120), (8, 200)]):
             batch = _rows(policy, rows, length)
             with shortages(policy, "token_stats", *([call] if capture == "auto" and step == 0 else [])):
-                found.append(module.update(experiment, policy, optimizer, batch, run, step + 1))
+                found.append(module.update(experiment, policy, optimizer, batch, run, step + 1, state=state))
         results.append((found, torch.cat([p.detach().flatten().cpu() for p in policy.trainable])))
     (plain, weights), (short, others) = results
     assert run.stored["shortage"]["recorded"] is False

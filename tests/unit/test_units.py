@@ -38,12 +38,12 @@ def test_every_copy_has_seeds_of_its_own_and_all_arms_share_it(tmp_path: Path) -
 
 
 def test_copies_of_several_sizes_share_their_draws_and_seeds(tmp_path: Path) -> None:
-    from qerl_bench.conduct.probe_process import wanted_of
+    from qerl_bench.conduct.probe_process import probe_plan
 
     design = study(tmp_path, units={"dither": [1, 2], "dither_scale": [0.5, 4]})
     assert [unit.words[1].partition("=")[2] for unit in design.units.values()] == ["0.5", "0.5", "4", "4"]
     assert [unit.first_seed for unit in design.units.values()] == [1, 2, 1, 2]
-    assert [(one.draw, one.draws) for one in (wanted_of(design, base) for base in (0, 1, 2))] == [
+    assert [(one.draw, one.draws) for one in (probe_plan(design, base) for base in (0, 1, 2))] == [
         ("answers/1", range(3, 6)),
         ("answers/2", range(6, 9)),
         ("answers/1", range(3, 6)),

@@ -19,8 +19,8 @@ from qerl_bench.eval import untrained
 from qerl_bench.eval.task import TaskEvaluation
 from qerl_bench.eval.untrained import OF_TRAINING, OF_TRAINING_IN, key_of_untrained
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.model import remembered
-from qerl_bench.model.remembered import alone, recall, remember
+from qerl_bench.model import check_cache
+from qerl_bench.model.check_cache import exclusively, recall, remember
 from tests.failing import shortages
 
 pytestmark = pytest.mark.usefixtures("no_figures")
@@ -127,10 +127,10 @@ def test_of_processes_that_ask_the_same_one_asks(tmp_path: Path) -> None:
     key, began, asked = {"base": 1}, threading.Event(), []
 
     def ask(name: str) -> None:
-        with alone(key, tmp_path, "the evaluation"):
+        with exclusively(key, tmp_path, "the evaluation"):
             if recall(key, tmp_path) is None:
                 began.set()
-                with alone({"base": 2}, tmp_path, "another"):
+                with exclusively({"base": 2}, tmp_path, "another"):
                     time.sleep(0.3)
                 asked.append(name)
                 remember(key, {"scores": [name]}, tmp_path)
@@ -145,9 +145,12 @@ def test_of_processes_that_ask_the_same_one_asks(tmp_path: Path) -> None:
     assert recall(key, tmp_path) == {"scores": ["first"]}
 
 
-def test_nobody_waits_where_nothing_can_be_kept(tmp_path: Path) -> None:
+def test_no_process_waits_where_nothing_can_be_kept(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with alone({"base": 1}, tmp_path / "file" / "below", "it"), alone({"base": 1}, tmp_path / "file" / "below", "it"):
+    with (
+        exclusively({"base": 1}, tmp_path / "file" / "below", "it"),
+        exclusively({"base": 1}, tmp_path / "file" / "below", "it"),
+    ):
         assert recall({"base": 1}, tmp_path / "file" / "below") is None
 
 
@@ -192,8 +195,8 @@ def test_all_that_may_change_an_answer_is_in_the_key(key: Callable[..., Any], mo
     keys = {name: key(*words) for name, words in OTHERS.items()}
     keys |= {"plain": key(), "two ranks": key(ranks=2), "format": key(quant="mxfp4")}
     for owner, name, value in (
-        (remembered, "code_digest", "other"),
-        (remembered, "versions", {"torch": "1", "transformers": "1"}),
+        (check_cache, "code_digest", "other"),
+        (check_cache, "versions", {"torch": "1", "transformers": "1"}),
         (untrained, "installed", [("sympy", "0")]),
         (torch, "get_num_threads", 77),
     ):
@@ -215,7 +218,7 @@ def test_a_part_that_is_not_known_is_no_key(
     vllm = type("VLLM", (), {"name": "vllm"})()
     options = vars(make_experiment())
     assert key_of_untrained(options | {"engine": vllm}, None, None, 1) is None  # type: ignore[arg-type]
-    monkeypatch.setattr(remembered, "versions", lambda: {"torch": None, "transformers": "5"})
+    monkeypatch.setattr(check_cache, "versions", lambda: {"torch": None, "transformers": "5"})
     assert key() is None
 
 
@@ -288,7 +291,7 @@ def test_what_was_changed_in_the_memory_is_not_remembered(
     assert recall(content["key"], file.parent) is None
     changed = json.loads(whole)
     other_score(changed["measured"])
-    changed["sha256"] = remembered._seal(changed["measured"])
+    changed["sha256"] = check_cache._seal(changed["measured"])
     file.write_text(json.dumps(changed))
     del asked[:]
     assert written(first) == written(run(tmp_path, "second"))

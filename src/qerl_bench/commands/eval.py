@@ -21,7 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.config import build
-from qerl_bench.parallel import ALONE, World, joined
+from qerl_bench.parallel import ALONE, World, joined_ranks
 from qerl_core.checks import require
 from qerl_core.options.composer import Composer, register_resolvers
 from qerl_core.options.fingerprint import as_dict, canonical, flat, plain, with_effect
@@ -44,11 +44,11 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: list[str]) -> None:
-    with joined() as world:
-        again(argv, world)
+    with joined_ranks() as world:
+        reevaluate_run(argv, world)
 
 
-def again(argv: list[str], world: World) -> None:
+def reevaluate_run(argv: list[str], world: World) -> None:
     log_to_stderr()
     for package in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # as in conf/run.yaml
         logging.getLogger(package).setLevel(logging.ERROR)
@@ -143,7 +143,8 @@ def reevaluate(
     check_checkpoint(checkpoint)
 
     from qerl_bench.eval.trained_on import without_trained
-    from qerl_bench.run_setup import evaluate, prepare_device, require_places, set_up
+    from qerl_bench.evaluation import evaluate
+    from qerl_bench.run_setup import prepare_device, require_places, set_up
     from qerl_bench.train.data_parallel import require_equal_weights
 
     asked, trained_on = without_trained(protocol.task, getattr(protocol.eval, "questions", None), trained.task)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from contextlib import closing
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -163,7 +164,7 @@ def merge_rounded(run_dir: Path, words: list[str]) -> str:
     require_gpu(experiment.device)
     with hidden_packages():
         from qerl_bench.model_setup import base_checkpoint, build_policy
-        from qerl_bench.probe.merging_cost import in_words, merging_cost
+        from qerl_bench.probe.merging_cost import cost_table, merging_cost
         from qerl_bench.quant.export import export
         from qerl_bench.run_setup import prepare_device
 
@@ -173,14 +174,16 @@ def merge_rounded(run_dir: Path, words: list[str]) -> str:
     policy.load(checkpoint)
     questions = given.get("questions", getattr(experiment.eval, "questions", None))
     samples = int(given.get("samples", 1))
-    cost = merging_cost(experiment, policy, None if questions is None else int(questions), samples)
+    asked = None if questions is None else int(questions)
+    with closing(experiment.engine.build(policy)) as engine:
+        cost = merging_cost(experiment.task, experiment.train, policy, engine, asked, samples)
     assert policy.merging is not None
     for path, layer in policy.merging.layers().items():
         policy.model.set_submodule(path, layer)
     export(policy.model, policy.tokenizer, merged_into, out)
     told = {"run": str(run_dir.resolve()), "checkpoint": checkpoint.name, "quant": merged_into.name}
     (out / "merging.json").write_text(json.dumps(told | cost, indent=1) + "\n")
-    return f"{in_words(cost)}\n{out}: {run_dir.name}, {checkpoint.name}, as {merged_into.name}"
+    return f"{cost_table(cost)}\n{out}: {run_dir.name}, {checkpoint.name}, as {merged_into.name}"
 
 
 def rounded_experiment(stored: DictConfig, quant: str) -> Experiment:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from qerl_bench.conduct.archive import archive_probes
 from qerl_bench.conduct.probe_queue import probe_bases
-from qerl_bench.conduct.runner import gates_so_far, parsed, parser_of, prepared
+from qerl_bench.conduct.runner import check_options, gates_so_far, parse_options, parser_of
 from qerl_core.checks import TrainingStopped, require
 from qerl_core.process.mps import side_by_side
 from qerl_core.process.terminal import log_to_stderr
@@ -33,8 +33,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     told = "packed sessions of the study to read (default: the runs below root)"
     parser.add_argument("--runs", type=Path, nargs="+", action="extend", default=[], help=told)
-    options = parsed(parser, arguments)
-    design, slots, deadline = prepared(options)
+    options = parse_options(parser, arguments)
+    design, slots, deadline = check_options(options)
     out = options.out or (options.runs[0] if options.runs else design.root / "study")
     failed: list[str] = []
     require(options.out is not None or len(options.runs) < 2, "several runs= have no folder in common: give out=DIR")

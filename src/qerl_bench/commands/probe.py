@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> None:
     log_to_stderr()
     for package in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # as in conf/run.yaml
         logging.getLogger(package).setLevel(logging.ERROR)
-    options, words = parsed(arguments)
+    options, words = parse_options(arguments)
     check(options, words)
     experiments: dict[str, Experiment] = {}
     for quant in options.formats:
@@ -108,7 +108,7 @@ def main(arguments: list[str]) -> None:
     print(text, *(out / name for name in ("probe.html", "probe.md", "probe.json", "answers.parquet")), sep="\n")
 
 
-def parsed(arguments: Sequence[str]) -> tuple[Any, list[str]]:
+def parse_options(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     """The options of this command, and the words of a run among `arguments`."""
     search_path, others = split_search_path(arguments)
     reader = parser()

@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 
 from qerl_bench.config import build
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.parallel import ALONE, World, is_rank0_output, joined
+from qerl_bench.parallel import ALONE, World, is_rank0_output, joined_ranks
 from qerl_bench.sweep.check import check_single, tell_finished, warn_of_single_point
 from qerl_core import __version__
 from qerl_core.checks import ConfigError, require
@@ -55,7 +55,7 @@ class HydraBypass(BaseException):
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Looks for no garbage among what is imported here, now or later: a million objects, all of which stay."""
+    """Disables the garbage collector during imports, and then freezes what they made: a million objects that stay."""
     if "torch" in sys.modules:
         yield
         return
@@ -142,7 +142,7 @@ def main(words: list[str]) -> None:
     os.environ["RUST_BACKTRACE"] = "0"  # a panic at no memory waits for its own backtrace for ever
     logging.raiseExceptions = False  # a full disk is reported once, by the run, and not for each line of run.log
     register_resolvers()
-    with joined() as world:
+    with joined_ranks() as world:
         sweep = bool({"-m", "--multirun"} & {*words})
         require(
             world.size == 1 or not sweep,

@@ -24,11 +24,11 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from qerl_bench.conduct.accountable import account_for_changes
 from qerl_bench.conduct.deadline import Deadline
 from qerl_bench.conduct.draft import draft
 from qerl_bench.conduct.probe_queue import probe_bases
-from qerl_bench.conduct.runner import Blocks, archive, blocks_of, gates_so_far, parsed, parser_of, prepared
+from qerl_bench.conduct.provenance import account_for_changes
+from qerl_bench.conduct.runner import Blocks, archive, blocks_of, check_options, gates_so_far, parse_options, parser_of
 from qerl_core.checks import TrainingStopped, require
 from qerl_core.process.cards import visible_gpus
 from qerl_core.process.mps import side_by_side
@@ -50,8 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiers", type=int, nargs="+", default=None, help="run only arms of these, such as tiers=1")
     kept = "run code that is not committed, and keep its changes in out"
     parser.add_argument("--with-changes", action="store_true", help=kept)
-    options = parsed(parser, arguments)
-    design, slots, deadline = prepared(options)
+    options = parse_options(parser, arguments)
+    design, slots, deadline = check_options(options)
     tiers = sorted({arm.tier for arm in design.arms})
     chosen = tiers if options.tiers is None else options.tiers
     require({*chosen} <= {*tiers}, f"{options.study} has the tiers {tiers}, got tiers={chosen}")

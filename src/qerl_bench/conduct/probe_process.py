@@ -2,7 +2,7 @@
 
     python -m qerl_bench.conduct.probe_process STUDY.yaml BASE FORMAT[,FORMAT] ARM[,ARM] [word ...]
 
-A process of its own for each base, which pretrains the base, or converts the copy of a GGUF file, first if nobody has.
+A process of its own for each base, which pretrains the base, or converts the copy of a GGUF file, first if none has.
 The results, which later calls only complete, are in probes/ below root.
 """
 
@@ -28,9 +28,10 @@ from qerl_bench.model.gguf.convert import record_of
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import base_checkpoint, build_noise, build_policy
 from qerl_bench.probe.answers import asked_at, numbers
-from qerl_bench.probe.measure import Reference, Wanted, measure, questions_scored
+from qerl_bench.probe.measure import ProbePlan, Reference, measure, questions_scored
 from qerl_bench.probe.rise import sigma_of_rise
 from qerl_bench.run_setup import prepare_device
+from qerl_bench.task.base import Task
 from qerl_core.process.children import end_with_parent
 from qerl_core.rundir.durable import write_atomically
 from qerl_core.rundir.environment import environment, versions
@@ -38,7 +39,7 @@ from qerl_core.seeding import derive
 from qerl_studies.design.design import Design, read_design
 
 ANSWERS = "answers"
-Asked = tuple[Callable[[Design, Experiment, Policy, RolloutEngine], dict[str, Any]], Experiment]
+Asked = tuple[Callable[[Policy, RolloutEngine], dict[str, Any]], Experiment]
 
 
 def probe_base(design: Design, base: int, formats: Sequence[str]) -> None:
@@ -55,12 +56,14 @@ def probe_base(design: Design, base: int, formats: Sequence[str]) -> None:
         plain = build(compose(design.base_words(design.plain(quant), base)))
         device = prepare_device(plain.device, plain.quant)
         checkpoint = base_checkpoint(plain.model, plain.task, plain.root)
-        asker = partial(detailed_answers, base, quant, reference, checkpoint) if detailed else answers
+        asker = partial(answers, design, plain.task)
+        if detailed:
+            asker = partial(detailed_answers, base, quant, reference, checkpoint, design, plain)
         asked: dict[str, Asked] = {} if quant in record["formats"] else {ANSWERS: (asker, plain)}
         noisy = {arm.name: build(compose(design.words(arm, base, 0, sigma=1.0))) for arm in dosed}
         for one in noisy.values():
-            asked.setdefault(dose_key(one), (dose, one))
-        found = run_probes(design, asked, checkpoint, device)
+            asked.setdefault(dose_key(one), (partial(dose, design, one), one))
+        found = run_probes(asked, checkpoint, device)
         if ANSWERS in found:
             record["formats"][quant] = found[ANSWERS]
         record["doses"] |= {name: found[dose_key(one)] for name, one in noisy.items()}
@@ -84,16 +87,16 @@ def weights_key(experiment: Experiment) -> str:
     return repr((one.model, one.quant, one.quantizer, one.lora, one.train, one.kernel, one.seed))
 
 
-def run_probes(design: Design, asked: Mapping[str, Asked], base: Path | None, device: str) -> dict[str, Any]:
+def run_probes(asked: Mapping[str, Asked], base: Path | None, device: str) -> dict[str, Any]:
     """What is asked of a base before training, each on its own weights. One policy is in memory at a time."""
     found: dict[str, Any] = {}
     for weights in dict.fromkeys(weights_key(one) for _, one in asked.values()):
         alike = {name: (ask, one) for name, (ask, one) in asked.items() if weights_key(one) == weights}
-        found |= probe_with_policy(design, alike, base, device)
+        found |= probe_with_policy(alike, base, device)
     return found
 
 
-def probe_with_policy(design: Design, asked: Mapping[str, Asked], base: Path | None, device: str) -> dict[str, Any]:
+def probe_with_policy(asked: Mapping[str, Asked], base: Path | None, device: str) -> dict[str, Any]:
     """What is asked of experiments that have the same weights: each with its own noise, and a fresh engine."""
     _, first = next(iter(asked.values()))
     policy = build_policy(first, base, device)
@@ -101,15 +104,15 @@ def probe_with_policy(design: Design, asked: Mapping[str, Asked], base: Path | N
     for name, (ask, one) in asked.items():
         policy.noise = build_noise(one, policy.model, policy.structure, policy.layers)
         with closing(one.engine.build(policy)) as engine:
-            found[name] = ask(design, one, policy, engine)
+            found[name] = ask(policy, engine)
     return found
 
 
-def answers(design: Design, experiment: Experiment, policy: Policy, engine: RolloutEngine) -> dict[str, Any]:
+def answers(design: Design, task: Task, policy: Policy, engine: RolloutEngine) -> dict[str, Any]:
     """How often each of the probe's questions, which RL could draw, is answered, and the entropy of the policy."""
     size = design.probe
-    prompts = experiment.task.train_prompts(1, size.questions, derive("probe"))
-    found = numbers(asked_at(experiment.task, engine, prompts, 1, size.samples, ANSWERS))
+    prompts = task.train_prompts(1, size.questions, derive("probe"))
+    found = numbers(asked_at(task, engine, prompts, 1, size.samples, ANSWERS))
     return {key: found[key] for key in ("correct", "samples", "entropy")}
 
 
@@ -124,21 +127,21 @@ def detailed_answers(
     engine: RolloutEngine,
 ) -> dict[str, Any]:
     """All that a probe with details has of one format; its answers go to a file. The first format is the reference."""
-    first, wanted = design.formats[0], wanted_of(design, base)
+    first, plan = design.formats[0], probe_plan(design, base)
     if reference.policy is None and quant != first:  # measured in an earlier call
         again_asked(design, base, reference, checkpoint, policy.device.type)
-    found, rows = measure(experiment, policy, engine, wanted, reference)
+    found, rows = measure(experiment, policy, engine, plan, reference)
     file = design.answers_file(base, quant)
     file.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(rows, file, compression="zstd")
     return found
 
 
-def wanted_of(design: Design, base: int) -> Wanted:
+def probe_plan(design: Design, base: int) -> ProbePlan:
     """What a probe with details measures. Copies of a file have random numbers of their own, bases the same."""
     size, dose, copy = design.probe, design.dose, design.units[base].first_seed
     first = 0 if copy is None else copy * dose.draws
-    return Wanted(
+    return ProbePlan(
         questions=size.questions,
         split=size.split,
         samples=size.samples,
@@ -153,11 +156,11 @@ def wanted_of(design: Design, base: int) -> Wanted:
 
 def again_asked(design: Design, base: int, reference: Reference, checkpoint: Path | None, device: str) -> None:
     """The reference of a base whose first format was measured before: its policy, and those answers that are scored."""
-    plain, wanted = build(compose(design.base_words(design.plain(design.formats[0]), base))), wanted_of(design, base)
+    plain, plan = build(compose(design.base_words(design.plain(design.formats[0]), base))), probe_plan(design, base)
     policy = build_policy(plain, checkpoint, device)
     with closing(plain.engine.build(policy)) as engine:
-        prompts = wanted.prompts_of(plain)[: questions_scored(wanted.samples)]
-        reference.take(plain, policy, asked_at(plain.task, engine, prompts, 1, wanted.samples, wanted.draw))
+        prompts = plan.prompts_of(plain.task)[: questions_scored(plan.samples)]
+        reference.take(plain.train, policy, asked_at(plain.task, engine, prompts, 1, plan.samples, plan.draw))
 
 
 def machine(device: str) -> dict[str, Any]:

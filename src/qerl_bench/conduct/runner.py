@@ -184,7 +184,7 @@ def parser_of(description: str | None) -> KeyValueParser:
     return parser
 
 
-def parsed(parser: KeyValueParser, words: Sequence[str] | None) -> Any:
+def parse_options(parser: KeyValueParser, words: Sequence[str] | None) -> Any:
     """The options of a command line; the folders of --config-dir are among its `words`, which runs and probes get."""
     search_path, others = split_search_path(sys.argv[1:] if words is None else words)
     options = parser.parse_args(others)
@@ -192,7 +192,7 @@ def parsed(parser: KeyValueParser, words: Sequence[str] | None) -> Any:
     return options
 
 
-def prepared(options: Any) -> tuple[Design, int, Deadline]:
+def check_options(options: Any) -> tuple[Design, int, Deadline]:
     """What the options of a command line ask for. Raises ConfigError for values that cannot be."""
     kept = (STOP_S + ARCHIVING_S) / 60
     require(

@@ -36,7 +36,10 @@ class Sampling:
 
 
 class RolloutEngine(Protocol):
-    """Samples from the policy in training."""
+    """Samples from the policy in training.
+
+    One that does so in the memory of training may be a `SharesMemory` of `train/trainer_state.py` too.
+    """
 
     def sync(self, prompts: list[Prompt]) -> dict[str, float]:
         """Copy the policy as it is now, noise included, and check the copy on `prompts`.
@@ -93,6 +96,12 @@ class WrappedEngine:
 
     def close(self) -> None:
         self.engine.close()
+
+
+def innermost(engine: RolloutEngine) -> RolloutEngine:
+    while isinstance(engine, WrappedEngine):
+        engine = engine.engine
+    return engine
 
 
 class EngineSpec(Protocol):

@@ -81,8 +81,8 @@ class Buffers:
             (layer, layer.cast_adapter) for layer in adapted_layers(policy) if layer.cast_adapter is not None
         ]
         self.blocks = blocks_of(policy, self.caches, size.columns * PAGE)
-        self.few = few_tokens(device)
-        packed = chain.from_iterable(map(packed_layers, self.blocks)) if size.rows > self.few else ()
+        self.small_batch = few_tokens(device)
+        packed = chain.from_iterable(map(packed_layers, self.blocks)) if size.rows > self.small_batch else ()
         self.dequantized = Dequantized(packed, dtype, limits.dequantized_gib)
         self.last_scale = self.decoder.norm.weight.float().clone()
         rows, places, columns = size.rows, size.rows + 1, size.tokens + 1
@@ -128,7 +128,7 @@ class Buffers:
     def forget_dequantized(self) -> None:
         """Free the weights in 16 bits, and the recordings that read them."""
         if self.dequantized.made:
-            self.graphs = {key: graph for key, graph in self.graphs.items() if key[0] <= self.few}
+            self.graphs = {key: graph for key, graph in self.graphs.items() if key[0] <= self.small_batch}
             if self.uses_graph and not self.graphs:  # their memory has gone with the last of them
                 self.pool, self.graph_bytes = torch.cuda.graph_pool_handle(), 0
         self.dequantized.drop()

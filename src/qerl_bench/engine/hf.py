@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from qerl_bench.engine.base import RolloutEngine, Sampling, exact_lengths, make_rollouts, require_room
 from qerl_bench.engine.rollout_queue import Limits
-from qerl_bench.train.reduced_sizes import Reduced, shortages_of
 from qerl_core.checks import TrainingStopped, check_fields, count, flag, number, optional, positive, require
 from qerl_core.metrics import compute
 from qerl_core.process.gpu_share import release
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
     from qerl_bench.model.policy import Policy
     from qerl_bench.quant.base import WeightFormat
+    from qerl_bench.train.trainer_state import TrainerState
 
 log = logging.getLogger(__name__)
 
@@ -93,15 +93,26 @@ class HFEngine:
     def __init__(self, policy: Policy, max_num_seqs: int, *, tf32: bool = False, **limits: Any) -> None:
         from qerl_bench.engine.recordable import eager_reason
         from qerl_bench.engine.sampler import Sampler
+        from qerl_bench.train.trainer_state import TrainerState
 
         self.policy, self.tf32 = policy, tf32 and policy.device.type == "cuda"
         self.configured = self.limits = Limits(rows=max_num_seqs, **limits)
         reason = eager_reason(policy)
         self.sampler = Sampler(policy, self.limits) if reason is None else None
-        policy.training_cache["sampler"] = self.sampler
-        shortages_of(policy).limits = Reduced()
+        self.state = TrainerState()  # alone, until it joins a run
         self.decoding = "cuda graphs" if reason is None else f"eager: {reason}"
         log.info("sampling: %s", self.decoding)
+
+    def join(self, state: TrainerState) -> None:
+        self.state = state
+
+    @property
+    def holds_memory(self) -> bool:
+        return self.sampler is not None and self.sampler.holds_memory
+
+    def release(self) -> None:
+        if self.sampler is not None:
+            self.sampler.release()
 
     def sync(self, prompts: list[Prompt]) -> dict[str, float]:
         """Nothing to copy: the policy itself samples."""
@@ -112,19 +123,19 @@ class HFEngine:
 
         If inputs are rounded, the share that became zero since the last call is one of them.
         """
-        found = {} if self.sampler is None else self.sampler.sleep()
+        metrics = {} if self.sampler is None else self.sampler.sleep()
         if self.policy.rounding is not None:
-            found["activations/underflow_rollout"] = compute.ratio([self.policy.rounding.take()])
-        return found
+            metrics["activations/underflow_rollout"] = compute.ratio([self.policy.rounding.take()])
+        return metrics
 
     def record(self) -> dict[str, Any]:
-        said: dict[str, Any] = {"engine": "hf", "copies_of_weights": 1, "decoding": self.decoding}
-        said |= {"max_num_seqs": self.configured.rows, "invariant": self.limits.invariant, "order": "as given"}
-        said["tf32"] = self.tf32
-        said["kernels"] = self.policy.kernels  # of each layer
+        record: dict[str, Any] = {"engine": "hf", "copies_of_weights": 1, "decoding": self.decoding}
+        record |= {"max_num_seqs": self.configured.rows, "invariant": self.limits.invariant, "order": "as given"}
+        record["tf32"] = self.tf32
+        record["kernels"] = self.policy.kernels  # of each layer
         if self.sampler is None:
-            return said
-        return said | self.sampler.record()
+            return record
+        return record | self.sampler.record()
 
     def require_room(self, prompts: list[Prompt], sampling: Sampling) -> None:
         require_room(self.policy, prompts, sampling)
@@ -147,7 +158,7 @@ class HFEngine:
 
         prompts = numbered(prompts)
         prompt_ids = require_room(self.policy, prompts, sampling)
-        shortages = shortages_of(self.policy)
+        shortages = self.state.shortages
         self._limit(replace(self.configured, **(shortages.limits.value or {})))
         while True:
             try:
@@ -168,8 +179,8 @@ class HFEngine:
             self._limit(limits)
             smaller = {name: value for name, value in vars(limits).items() if value != vars(self.configured)[name]}
             shortages.limits.shrink(smaller, shortages.step)
-            if (passes := self.policy.training_cache.get("passes")) is not None:
-                passes.forget()  # training records them again, if there is room then
+            if self.state.passes is not None:
+                self.state.passes.release()  # training records them again, if there is room then
             release()  # only now: until here the traceback holds what was computed
 
     def _limit(self, limits: Limits) -> None:
@@ -201,8 +212,7 @@ class HFEngine:
         return rollouts
 
     def close(self) -> None:
-        if self.sampler is not None:
-            self.sampler.release()
+        self.release()
 
     def _sample(
         self, prompts: list[Prompt], prompt_ids: list[list[int]], samples: range, sampling: Sampling

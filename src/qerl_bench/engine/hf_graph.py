@@ -7,8 +7,8 @@ requests (rollout_queue.py) and reads the prompts of these. Adapters and norm sc
 graphs also serve later rollouts (sampler.py).
 
 With `limits.invariant` the batch has one size, prompts are read one by one, and attention sums in pieces that depend on
-the row alone (`decoder_layer`): no matmul changes its shape with the company that a request has. Left out: reading a
-long prompt in parts.
+the row alone (`decoder_layer`): no shape of a matmul depends on the other requests in the batch. Left out: reading
+a long prompt in parts.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Decoding:
         self.buffers, self.policy, self.limits = buffers, buffers.policy, buffers.limits
         self.sampling, self.keys, self.samples = sampling, keys, len(keys) // (requests[-1].prompt.index + 1)
         self.queue = RolloutQueue(requests, buffers.size.rows, buffers.size.pages)
-        together = self.samples > 1 or self.limits.invariant  # one sample of each prompt has nobody to share with
+        together = self.samples > 1 or self.limits.invariant  # one sample of each prompt shares with no other
         self.shares = together and any(request.prompt.whole_pages > 0 for request in requests)
         self.rows_computed, self.changed = 0, False
         buffers.refresh()
         self._upload()
-        if self.limits.invariant or len(requests) > buffers.few:  # invariant: all rows are computed, whoever is in them
+        if self.limits.invariant or len(requests) > buffers.small_batch:  # invariant: empty rows are computed too
             buffers.dequantize()
         started = time.perf_counter()
         if buffers.uses_graph:
@@ -152,7 +152,7 @@ class Decoding:
         keys = {size: (size, self.shares, sampling.temperature, sampling.top_p) for size in buffers.sizes}
         copies = buffers.dequantized
         reads_copies = copies.made or not copies.layers  # as later recordings of many rows will
-        most = buffers.max_captured if reads_copies else min(buffers.few, buffers.max_captured)
+        most = buffers.max_captured if reads_copies else min(buffers.small_batch, buffers.max_captured)
         missing = [size for size in buffers.sizes if keys[size] not in buffers.graphs and size <= most]
         for size in bar(missing, "recording") if missing else ():
             self._step(size)  # compiles and allocates what a capture needs

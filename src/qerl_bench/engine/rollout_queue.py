@@ -95,7 +95,7 @@ class Request:
 
 
 class RolloutQueue:
-    """Requests that wait, the batch, and `pages` pages of which page 0 belongs to nobody.
+    """Requests that wait, the batch, and `pages` pages of which page 0 belongs to no request.
 
     `batch` is in the order in which requests entered. Raises ConfigError if some request could never enter.
     """
@@ -218,7 +218,7 @@ def pages_of(tokens: int) -> int:
 
 
 def least_pages(request: Request) -> int:
-    """Pages without which a request cannot be finished: its own to the end, and those of its prompt."""
+    """The most pages that one request can need: those of its prompt, and its own at full length."""
     last = max(request.longest, len(request.prompt.ids) + 1)
     return pages_of(last) - request.prompt.whole_pages + pages_of(len(request.prompt.ids))
 

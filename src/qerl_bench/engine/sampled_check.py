@@ -1,4 +1,4 @@
-"""What engine=hf writes, beside what the untouched model writes with transformers' own `generate` (`untouched.py`).
+"""What engine=hf writes, beside what the untouched model writes (`reference_generation.py`).
 
 Two prompts, a short and a long one, are continued greedily and by given random numbers; the engine reads both at once.
 Two continuations are equal if the log-probabilities that the engine reports of its tokens are those of the untouched
@@ -23,12 +23,19 @@ import torch
 from qerl_bench.engine import hf_reference
 from qerl_bench.engine.base import Completion, RolloutEngine, Sampling
 from qerl_bench.engine.hf import HFEngine, request_key
-from qerl_bench.engine.untouched import TEMPERATURES, TOKENS, Written, or_refused, sampling_at, written_by_stock
+from qerl_bench.engine.reference_generation import (
+    TEMPERATURES,
+    TOKENS,
+    Written,
+    refusing_model_errors,
+    sampling_at,
+    written_by_stock,
+)
 from qerl_bench.model.attention import CACHES
 from qerl_bench.model.float32 import in_float32
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import MAX_TOKEN_GAP, OWN_GAPS, instead_of, stock
-from qerl_bench.model.stock import Origin, blocks_to_compare, first_blocks
+from qerl_bench.model.reference_model import Origin, blocks_to_compare, first_blocks
 from qerl_bench.quant.linear import operands_kept
 from qerl_core.checks import ConfigError
 from qerl_core.records import Prompt
@@ -90,7 +97,7 @@ def sampled_check(policy: Policy, engine: RolloutEngine, source: Origin, where: 
 def _completed(written: Sequence[Written], complete: Complete, policy: Policy, where: str) -> list[Completion]:
     """The completions of `written`, in its order, by calls of `complete` with all prompts of one temperature."""
     found: dict[int, Completion] = {}
-    with or_refused(f"engine=hf cannot continue a text with {where}", _cache_words(policy)):
+    with refusing_model_errors(f"engine=hf cannot continue a text with {where}", _cache_words(policy)):
         for temperature in TEMPERATURES:
             places = [place for place, one in enumerate(written) if one.temperature == temperature]
             prompts = [written[place].prompt for place in places]

@@ -98,6 +98,10 @@ class Sampler:
         report, self.report = self.report, {}
         return report
 
+    @property
+    def holds_memory(self) -> bool:
+        return self.kept is not None
+
     def release(self) -> None:
         """Free all buffers and graphs."""
         if self.kept is not None:

@@ -59,7 +59,7 @@ def report_formats(run: RunDir, task: Task, answers: Sequence[Answer], where: st
     found = {"where": where, **formats_of(task, answers), "max_tokens": limit}
     found["advice"] = advice(found, LIMIT if limit == task.max_completion_tokens else "eval.max_tokens")
     run.write(FILE, json.dumps(found, indent=1))
-    log.info(in_words(found))
+    log.info(summary_line(found))
     if doubt := doubts(found):
         log.warning("%s: %s", where, "; ".join(doubt))
 
@@ -128,7 +128,7 @@ def advice(found: Mapping[str, Any], limit: str = LIMIT) -> dict[str, Any]:
     return options
 
 
-def in_words(found: Mapping[str, Any]) -> str:
+def summary_line(found: Mapping[str, Any]) -> str:
     """Which formats are used, each with what would be right in it: one line."""
     asked = found["answer_format"]
     used = {name: one for name, one in found["formats"].items() if name == asked or (one["found"] and name != "auto")}

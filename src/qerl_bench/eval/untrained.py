@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl_bench.eval.base import Evaluation, Evaluator, Score
 from qerl_bench.eval.task import TaskEvaluation
-from qerl_bench.model.remembered import key_of
+from qerl_bench.model.check_cache import key_of
 from qerl_bench.task.base import Task
 from qerl_core.process.gpu_share import runs_on_gpu
 from qerl_core.rundir.checksums import digest

@@ -89,7 +89,7 @@ def fuse_blocks(decoder: PreTrainedModel, ops: ModuleType = training_block) -> s
 
 @contextmanager
 def without_fused_blocks(model: torch.nn.Module) -> Iterator[None]:
-    """Context in which the blocks of `model` run their modules, for whoever wants to see these run."""
+    """Context in which the blocks of `model` run their modules, which hooks can then see."""
     fused = [(module, module.forward) for module in model.modules() if isinstance(module.forward, FusedBlock)]
     try:
         for module, _ in fused:

@@ -7,7 +7,7 @@ the whole of a small update, unless `merging` asks for that.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ class Policy:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        layers: dict[str, LayerReport],
+        layers: Mapping[str, LayerReport],
         structure: Structure,
         noise: NoiseInjector,
         adapter: PeftModel | None,
@@ -82,7 +82,7 @@ class Policy:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.template = template
+        self.template: Mapping[str, Any] | None = template
         self.layers = layers
         self.structure = structure
         self.noise = noise
@@ -90,16 +90,17 @@ class Policy:
         self.adapter = adapter
         self.head = head_of(model)
         self.packing = prepare_attention(decoder_of(model)) and packing
-        self.norms = {site.name: model.get_submodule(site.name) for site in structure.sites}
+        self.norms: Mapping[str, torch.nn.Module] = {
+            site.name: model.get_submodule(site.name) for site in structure.sites
+        }
         require(
             len(self.norms) > 0 or not train_norms,
             "lora.train_norms=true trains the norms whose output is the input of linear layers, and "
             f"{type(model).__name__} has none. Use lora.train_norms=false",
         )
         self.experts = routed_experts(model, structure)
-        self.training_cache: dict[str, Any] = {}  # what training makes of this policy once, and uses in each step
         self.rescaling = Rescaling()  # what the quantizer moved between layers of the base
-        self.calibration: dict[str, Any] | None = None  # the text that it ran through the model
+        self.calibration: Mapping[str, Any] | None = None  # the text that it ran through the model
         self.base = "a base without a name"
         self.digest: str | None = None  # of its weights
         self.folder: Path | None = None  # where these are; None for weights made from a seed
@@ -109,7 +110,7 @@ class Policy:
         self.rows = model.get_input_embeddings().get_parameter("weight").shape[0]
         self.stop_ids = with_rows(stop_ids(model, tokenizer, template), self.rows, type(model).__name__)
         self.pad_id = padding(tokenizer.pad_token_id, self.stop_ids, self.rows)
-        self.kernels = choose_kernels(model, layers, kernel)
+        self.kernels: Mapping[str, str] = choose_kernels(model, layers, kernel)
         reason = why_not_fused(kernel, self.device)
         self.fused = reason is None
         log.info("kernel of the loss head and of sampling: %s", "triton" if reason is None else f"torch ({reason})")
@@ -121,10 +122,10 @@ class Policy:
         log.info("prompts in training: %s", "once a group" if reason is None else f"once a completion ({reason})")
 
     @property
-    def all_norms(self) -> dict[str, torch.nn.Module]:
+    def all_norms(self) -> Mapping[str, torch.nn.Module]:
         """The norms that noise or training may change, by name: those of blocks, and the one before the head."""
         final = self.structure.final
-        return self.norms if final is None else self.norms | {final.name: self.model.get_submodule(final.name)}
+        return self.norms if final is None else {**self.norms, final.name: self.model.get_submodule(final.name)}
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:
@@ -145,13 +146,14 @@ class Policy:
 
     def ids_of_each(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """`ids_of` each prompt, in one call of the tokenizer: a call costs as much as hundreds of texts."""
-        asked = [prompt.messages for prompt in prompts if prompt.token_ids is None]
-        ids = iter(prompt_ids(self.tokenizer, asked, [self.prompt_text(messages) for messages in asked]))
-        found = [next(ids) if prompt.token_ids is None else list(prompt.token_ids) for prompt in prompts]
+        conversations = [prompt.messages for prompt in prompts if prompt.token_ids is None]
+        texts = [self.prompt_text(messages) for messages in conversations]
+        encoded = iter(prompt_ids(self.tokenizer, conversations, texts))
+        sequences = [next(encoded) if prompt.token_ids is None else list(prompt.token_ids) for prompt in prompts]
         with naming(str(self.folder or self.base)):
-            for prompt, one in zip(prompts, found, strict=True):
-                require_rows(self.tokenizer, [one], self.rows, f"the prompt {prompt.id}")
-        return found
+            for prompt, ids in zip(prompts, sequences, strict=True):
+                require_rows(self.tokenizer, [ids], self.rows, f"the prompt {prompt.id}")
+        return sequences
 
     def text_of(self, prompt: Prompt) -> str:
         """What the model reads of a prompt, special tokens included."""

@@ -236,11 +236,11 @@ def check_sites(policy: Policy) -> dict[str, Any]:
         )
     left_out = {name: layers for name, layers in found.items() if layers and name not in noisy}
     if noisy:
-        log.info("%d norms can get noise: %s", len(noisy), counted(noisy))
+        log.info("%d norms can get noise: %s", len(noisy), grouped_paths(noisy))
         for name, layers in left_out.items():
             log.debug("no noise on %s, which feeds %s", name, ", ".join(layers))
         if left_out:
-            log.info("%d norms that feed layers get none: %s", len(left_out), counted(left_out))
+            log.info("%d norms that feed layers get none: %s", len(left_out), grouped_paths(left_out))
     routers = [router for site in structure.sites for router in site.routers]
     return {
         "norms_with_noise": {name: sites[name].consumers for name in noisy},
@@ -259,8 +259,8 @@ def check_adapters(policy: Policy, where: str) -> None:
     rest = [leaf for leaf in others if leaf not in leaves]
     require(
         not without_effect,
-        f"an adapter on {counted(without_effect)} has no effect: {where} reads the weights of these layers instead of "
-        f"calling them. Use lora.targets=[{','.join(rest)}]",
+        f"an adapter on {grouped_paths(without_effect)} has no effect: {where} reads the weights of these layers "
+        f"instead of calling them. Use lora.targets=[{','.join(rest)}]",
     )
 
 
@@ -273,16 +273,16 @@ def check_packed_share(policy: Policy, quant: WeightFormat, where: str) -> dict[
     others = sum(size for name, size in unpacked.items() if not name.startswith(wanted))
     packed = sum(map(weights_of, decoder_blocks(policy.model)[1].modules()))
     if unpacked:
-        log.info("%.2f %% of the blocks' weights stay in 16 bits: %s", 100 * (1 - share), counted(unpacked))
+        log.info("%.2f %% of the blocks' weights stay in 16 bits: %s", 100 * (1 - share), grouped_paths(unpacked))
     require(
         others <= (1 - MIN_PACKED_SHARE) * (packed + others) or quant.partial,
         f"quant={quant.name} packs {share:.0%} of the weights in the blocks of {where}, less than "
-        f"{MIN_PACKED_SHARE:.0%}; in 16 bits stay {counted(unpacked)}. Use quant.partial=true, or quant=bf16",
+        f"{MIN_PACKED_SHARE:.0%}; in 16 bits stay {grouped_paths(unpacked)}. Use quant.partial=true, or quant=bf16",
     )
     return {"packed_share": share, "unpacked": unpacked}
 
 
-def counted(names: Any) -> str:
+def grouped_paths(names: Any) -> str:
     """Module paths in short: those that differ in the number of the block alone count as one."""
     kinds = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
     return ", ".join(f"{kind} ({count})" if count > 1 else kind for kind, count in kinds.items())

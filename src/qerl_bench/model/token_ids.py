@@ -1,4 +1,4 @@
-"""Token ids beside the rows of the embedding: tokenizers of others have tokens that their weights lack.
+"""Checks token ids against the rows of the embedding: some tokenizers define more tokens than their model has.
 
 A token without a row can be asked for nothing: reading it ends a run on a CPU, and damages the device on a GPU. Padding
 is masked, so that any row will do for it.

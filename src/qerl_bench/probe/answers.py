@@ -44,7 +44,7 @@ SCHEMA = pa.schema(
 class Asked:
     """The answers at one temperature, `samples` to each question one after the other, and how long they took.
 
-    `peak_gib` is of the memory since its last reset, None if nobody looked.
+    `peak_gib` is of the memory since its last reset, None if it was not read.
     """
 
     temperature: float

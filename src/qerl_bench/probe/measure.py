@@ -20,6 +20,8 @@ from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.policy import Policy
 from qerl_bench.probe.answers import Asked, first, numbers, table
 from qerl_bench.probe.parts import Keep, anew, kept_answers
+from qerl_bench.task.base import Task
+from qerl_bench.train.spec import TrainSpec
 from qerl_core.process.device import reset_peak
 from qerl_core.process.progress import bar, phase
 from qerl_core.records import Prompt, Rollout
@@ -29,7 +31,7 @@ KL_ANSWERS = 1_024  # that are scored by another policy, at most, of the first q
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class ProbePlan:
     """What to measure: `questions` of a `split`, `samples` answers each at `temperatures`, noise of `sigmas`.
 
     `prompts` x `draws` groups of answers measure a sigma. `draw` names the random numbers of all.
@@ -45,30 +47,30 @@ class Wanted:
     texts: int
     draw: str
 
-    def prompts_of(self, experiment: Experiment) -> list[Prompt]:
+    def prompts_of(self, task: Task) -> list[Prompt]:
         """The questions, the same in all formats: such as RL could draw, or the held-out ones."""
         if self.split == "held_out":
-            return experiment.task.eval_prompts(self.questions)
-        return experiment.task.train_prompts(1, self.questions, derive("probe"))
+            return task.eval_prompts(self.questions)
+        return task.train_prompts(1, self.questions, derive("probe"))
 
 
 @dataclass(kw_only=True)
 class Reference:
     """The format that others are compared with, once it was measured: its policy and some of its answers."""
 
-    experiment: Experiment | None = None
+    train: TrainSpec | None = None
     policy: Policy | None = None
     rollouts: Sequence[Rollout] = ()
 
-    def take(self, experiment: Experiment, policy: Policy, asked: Asked) -> None:
-        self.experiment, self.policy, self.rollouts = experiment, policy, scored(asked)
+    def take(self, train: TrainSpec, policy: Policy, asked: Asked) -> None:
+        self.train, self.policy, self.rollouts = train, policy, scored(asked)
 
 
 def measure(
     experiment: Experiment,
     policy: Policy,
     engine: RolloutEngine,
-    wanted: Wanted,
+    plan: ProbePlan,
     reference: Reference,
     keep: Keep = anew,
     tell: Callable[[Sequence[Asked]], None] = lambda asked: None,
@@ -81,20 +83,20 @@ def measure(
     started = keep("started", lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     reset_peak(policy.device.type)
     asked: list[Asked] = []
-    for t in wanted.temperatures:
-        asked.append(answers_of(experiment, engine, wanted, keep, t, policy.device.type))
+    for t in plan.temperatures:
+        asked.append(answers_of(experiment.task, engine, plan, keep, t, policy.device.type))
         tell(asked)
     (plain,) = (one for one in asked if one.temperature == 1)
     if reference.policy is None:
-        reference.take(experiment, policy, plain)
+        reference.take(experiment.train, policy, plain)
     found = numbers(plain)
     result = {
         "correct": found["correct"],
         "samples": found["samples"],
         "entropy": found["entropy"],
         "temperatures": {f"{one.temperature:g}": numbers(one) for one in asked},
-        "kl": keep("kl", lambda: kl_between(experiment, policy, plain, reference)),
-        "curve": noise_curve(experiment, policy, engine, wanted, keep),
+        "kl": keep("kl", lambda: kl_between(experiment.train, policy, plain, reference)),
+        "curve": noise_curve(experiment, policy, engine, plan, keep),
         "norm_scale": policy.noise.median_scale(),
         "tokens_per_s": sum(one.tokens for one in asked) / sum(one.seconds for one in asked),
         "weights_gib": weights_gib(policy),
@@ -103,7 +105,7 @@ def measure(
         "started": started,
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    return result, table(asked, wanted.texts)
+    return result, table(asked, plan.texts)
 
 
 def questions_scored(samples: int) -> int:
@@ -115,40 +117,41 @@ def scored(asked: Asked) -> list[Rollout]:
     return first(asked, questions_scored(asked.samples)).rollouts
 
 
-def kl_between(experiment: Experiment, policy: Policy, plain: Asked, reference: Reference) -> dict[str, float]:
+def kl_between(train: TrainSpec, policy: Policy, plain: Asked, reference: Reference) -> dict[str, float]:
     """KL in nats a token, as mismatch/kl: from this policy to the reference on answers of this policy (`own`), and from
-    the reference to this policy on answers of the reference (`of_reference`).
+    the reference to this policy on answers of the reference (`of_reference`); all at temperature 1.
 
     Of the reference itself both are what engine and training passes differ by.
     """
-    assert reference.experiment is not None and reference.policy is not None
+    assert reference.train is not None and reference.policy is not None
     with phase("scoring answers by the other format"):
         return {
-            "own": kl_to(_at_one(reference.experiment), reference.policy, scored(plain)),
-            "of_reference": kl_to(_at_one(experiment), policy, reference.rollouts),
+            "own": kl_to(reference.train, 1.0, reference.policy, scored(plain)),
+            "of_reference": kl_to(train, 1.0, policy, reference.rollouts),
         }
 
 
 def answers_of(
-    experiment: Experiment, engine: RolloutEngine | None, wanted: Wanted, keep: Keep, temperature: float, device: str
+    task: Task, engine: RolloutEngine | None, plan: ProbePlan, keep: Keep, temperature: float, device: str
 ) -> Asked:
     """The answers at a temperature; without an engine they must be known."""
-    prompts, name = wanted.prompts_of(experiment), f"temperature {temperature:g}"
-    how = temperature, wanted.samples, wanted.draw
-    return kept_answers(keep, name, experiment.task, engine, prompts, *how, device)
+    prompts, name = plan.prompts_of(task), f"temperature {temperature:g}"
+    how = temperature, plan.samples, plan.draw
+    return kept_answers(keep, name, task, engine, prompts, *how, device)
 
 
 def noise_curve(
-    experiment: Experiment, policy: Policy, engine: RolloutEngine, wanted: Wanted, keep: Keep = anew
+    experiment: Experiment, policy: Policy, engine: RolloutEngine, plan: ProbePlan, keep: Keep = anew
 ) -> list[dict[str, Any]]:
     """Entropy, KL and accuracy without noise and with each sigma, of equal random numbers; empty without sigmas."""
-    prompts = experiment.task.train_prompts(1, wanted.prompts, derive("dose"))
+    prompts = experiment.task.train_prompts(1, plan.prompts, derive("dose"))
+    at_one = replace(experiment, rollout=replace(experiment.rollout, temperature=1.0))
 
     def dose(sigma: float) -> dict[str, Any]:
-        (one,) = curve(_at_one(experiment), policy, engine, prompts, [sigma], wanted.draws)
+        (one,) = curve(at_one, policy, engine, prompts, [sigma], plan.draws)
         return asdict(one)
 
-    sigmas = [0.0, *wanted.sigmas] if wanted.sigmas else []
+    sigmas = [0.0, *plan.sigmas] if plan.sigmas else []
     return [
         keep(f"sigma {sigma!r}", partial(dose, sigma)) for sigma in bar(sigmas, "measuring noise", len(sigmas), "sizes")
     ]
@@ -158,7 +161,3 @@ def weights_gib(policy: Policy) -> float:
     """What the model's weights take, packed or not."""
     tensors = (*policy.model.parameters(), *policy.model.buffers())
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values()) / 2**30  # tied ones once
-
-
-def _at_one(experiment: Experiment) -> Experiment:
-    return replace(experiment, rollout=replace(experiment.rollout, temperature=1.0))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from typing import Any
 
 from qerl_bench.dose import kl_to
+from qerl_bench.engine.base import RolloutEngine
 from qerl_bench.eval.base import with_error
-from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.policy import Policy
 from qerl_bench.probe.answers import asked_at
+from qerl_bench.task.base import Task
+from qerl_bench.train.spec import TrainSpec
 from qerl_core.process.progress import phase
 from qerl_core.records import Rollout
 from qerl_core.statistics import over_samples, paired_difference
@@ -17,36 +18,37 @@ from qerl_core.statistics import over_samples, paired_difference
 DRAW = "merging"  # the random numbers of all answers
 
 
-def merging_cost(experiment: Experiment, policy: Policy, questions: int | None, samples: int) -> dict[str, Any]:
+def merging_cost(
+    task: Task, train: TrainSpec, policy: Policy, engine: RolloutEngine, questions: int | None, samples: int
+) -> dict[str, Any]:
     """The policy with its adapter apart, base and adapter merged, and the base alone, asked alike: plain data.
 
     `samples` answers to each of the first held-out `questions` (None: all) at temperature 1, with equal random numbers.
     Differences of accuracy are paired, and KL is in nats a token, as mismatch/kl: both from the adapter apart, on the
-    answers of which KL is measured. `rollout.temperature` of `experiment` must be 1.
+    answers of which KL is measured.
     """
-    task, merging = experiment.task, policy.merging
-    assert merging is not None and experiment.rollout.temperature == 1
+    merging = policy.merging
+    assert merging is not None
     prompts = task.eval_prompts(questions)
     right: dict[str, list[list[float]]] = {}
     kl: dict[str, float] = {}
-    with closing(experiment.engine.build(policy)) as engine:
 
-        def ask(name: str) -> list[Rollout]:
-            asked = asked_at(task, engine, prompts, 1.0, samples, DRAW)
-            marks = [float(row["correct"]) for row in asked.rows]
-            right[name] = [marks[start : start + samples] for start in range(0, len(marks), samples)]
-            return asked.rollouts
+    def ask(name: str) -> list[Rollout]:
+        asked = asked_at(task, engine, prompts, 1.0, samples, DRAW)
+        marks = [float(row["correct"]) for row in asked.rows]
+        right[name] = [marks[start : start + samples] for start in range(0, len(marks), samples)]
+        return asked.rollouts
 
-        def measured(name: str, apart: list[Rollout]) -> None:
-            ask(name)
-            with phase("scoring the answers of the adapter apart"):
-                kl[name] = kl_to(experiment, policy, apart)
+    def measured(name: str, apart: list[Rollout]) -> None:
+        ask(name)
+        with phase("scoring the answers of the adapter apart"):
+            kl[name] = kl_to(train, 1.0, policy, apart)
 
-        apart = ask("apart")
-        with merging.active():
-            measured("merged", apart)
-        with policy.without_adapter():
-            measured("base", apart)
+    apart = ask("apart")
+    with merging.active():
+        measured("merged", apart)
+    with policy.without_adapter():
+        measured("base", apart)
     differences = {name: paired_difference(right["apart"], right[name]) for name in kl}
     return {
         "questions": len(prompts),
@@ -58,7 +60,7 @@ def merging_cost(experiment: Experiment, policy: Policy, questions: int | None, 
     }
 
 
-def in_words(cost: dict[str, Any]) -> str:
+def cost_table(cost: dict[str, Any]) -> str:
     """A table of `merging_cost`."""
     names = {"apart": "adapter apart", "merged": "rounded together", "base": "base alone"}
     lines = [f"{cost['questions']} held-out questions x {cost['samples']}, temperature 1"]

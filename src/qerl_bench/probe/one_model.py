@@ -16,15 +16,16 @@ import pyarrow as pa
 from qerl_bench.engine.base import RolloutEngine
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.digest import digest_of, name_of_base
-from qerl_bench.model.gguf.convert import record_of, told
+from qerl_bench.model.gguf.convert import record_of, rounding_notice
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.probe.answers import Asked, numbers, table
 from qerl_bench.probe.contamination import contamination, questions
-from qerl_bench.probe.measure import Reference, Wanted, answers_of, measure
+from qerl_bench.probe.measure import ProbePlan, Reference, answers_of, measure
 from qerl_bench.probe.parts import Parts, kept_answers
 from qerl_bench.probe.rise import sigma_of_rise
 from qerl_bench.run_setup import prepare_device
+from qerl_bench.task.base import Task
 from qerl_bench.task.grader.extract import ANSWER_FORMATS
 from qerl_bench.task.prompt_task import PromptTask
 from qerl_core.checks import require
@@ -58,18 +59,18 @@ def runnable(experiments: dict[str, Experiment]) -> dict[str, Experiment]:
 def probe(
     experiments: dict[str, Experiment], options: Any, chosen: bool, out: Path
 ) -> tuple[dict[str, Any], pa.Table, Parts]:
-    """The record, the answers, and the parts in `out` that both are of, for whoever has written them to delete.
+    """The record, the answers, and the parts in `out` that both are of, to be deleted when both are written.
 
     The answer format is the best of those asked in, unless it was `chosen`.
     """
     first = next(iter(experiments.values()))
     device = prepare_device(first.device, first.quant)
     base = base_checkpoint(first.model, first.task, first.root)
-    if (origin := record_of(base)) and (rounded := told(origin)):
+    if (origin := record_of(base)) and (rounded := rounding_notice(origin)):
         log.info(rounded)
     digest = digest_of(first.model, base)
     completed = questions(first.task, options.contamination)
-    asked = experiments, asked_for(options), chosen, digest, wanted(options).prompts_of(first), completed
+    asked = experiments, asked_for(options), chosen, digest, probe_plan(options).prompts_of(first.task), completed
     parts = Parts(out, repr(asked))
     with note_at_stop(parts.in_words):
         probing = Probing(experiments, options, chosen, base, device, parts)
@@ -115,59 +116,60 @@ class Probing:
         tables: list[pa.Table] = []
         for quant, experiment in self.experiments.items():
             known = self.parts.has(f"{quant} {WHOLE}")
-            with nullcontext((None, None)) if known else self.loaded(quant, experiment) as (policy, engine):
+            with nullcontext((None, None)) if known else self.loaded(quant) as (policy, engine):
                 if experiment is self.first and completed:
                     record["contamination"] = contamination(self.parts, completed, policy, engine)
                     self.tell(record)
                 if experiment is self.first and isinstance(experiment.task, PromptTask):
                     tables += self.in_answer_formats(record, engine)
-                one = in_answer_format(experiment, self.best)
-                measured = self.parts(f"{quant} {WHOLE}", partial(self.measured, record, quant, one, policy, engine))
+                task = in_answer_format(experiment.task, self.best)
+                measured = self.parts(f"{quant} {WHOLE}", partial(self.measured, record, quant, task, policy, engine))
             record["formats"][quant] = measured
             record["prompt"] = record.get("prompt", measured.pop("prompt"))
-            tables.append(labelled(table(self.answers(quant, one), self.options.texts), quant, self.best))
+            tables.append(labelled(table(self.answers(quant, task), self.options.texts), quant, self.best))
             right = 100 * sum(measured["correct"]) / rights(measured)
             log.info("%s: %.1f %% right at temperature 1", quant, right)
             self.tell(record)
         return pa.concat_tables(tables)
 
     @contextmanager
-    def loaded(self, quant: str, experiment: Experiment) -> Iterator[tuple[Policy, RolloutEngine]]:
+    def loaded(self, quant: str) -> Iterator[tuple[Policy, RolloutEngine]]:
         """The policy of a format and its engine; before them that of the first, if it was measured earlier."""
+        experiment = self.experiments[quant]
         if experiment is not self.first and self.reference.policy is None:
-            first = next(iter(self.experiments))
-            one = in_answer_format(self.first, self.best)
-            (plain,) = (asked for asked in self.answers(first, one) if asked.temperature == 1)
+            first, task = next(iter(self.experiments)), in_answer_format(self.first.task, self.best)
+            (plain,) = (asked for asked in self.answers(first, task) if asked.temperature == 1)
             with phase(f"loading {self.first.model.name} in {first}"):
-                self.reference.take(one, build_policy(self.first, self.base, self.device), plain)
+                self.reference.take(self.first.train, build_policy(self.first, self.base, self.device), plain)
         with phase(f"loading {experiment.model.name} in {quant}"):
             policy = build_policy(experiment, self.base, self.device)
         with closing(experiment.engine.build(policy)) as engine:
             yield policy, engine
 
     def measured(
-        self, record: dict[str, Any], quant: str, one: Experiment, policy: Policy | None, engine: RolloutEngine | None
+        self, record: dict[str, Any], quant: str, task: Task, policy: Policy | None, engine: RolloutEngine | None
     ) -> dict[str, Any]:
         """All numbers of a weight format, and the text of a prompt."""
         assert policy is not None and engine is not None
-        keep, options, size = self.parts.of(quant), self.options, wanted(self.options)
+        keep, options, size = self.parts.of(quant), self.options, probe_plan(self.options)
+        one = replace(self.experiments[quant], task=task)
 
         def tell(asked: Sequence[Asked]) -> None:
             record["formats"][quant] = {"temperatures": {f"{at.temperature:g}": numbers(at) for at in asked}}
             self.tell(record)
 
         found = measure(one, policy, engine, size, self.reference, keep, tell)[0]
-        found["prompt"] = policy.text_of(size.prompts_of(one)[0])
+        found["prompt"] = policy.text_of(size.prompts_of(task)[0])
         if options.rise > 0:
             with phase(f"looking for the noise that raises entropy by {options.rise:.0%}"):
                 prompts = min(DOSE_PROMPTS, options.questions)
                 found["rise"] = sigma_of_rise(one, policy, engine, options.rise, prompts, DOSE_DRAWS, keep)
         return found
 
-    def answers(self, quant: str, one: Experiment) -> list[Asked]:
+    def answers(self, quant: str, task: Task) -> list[Asked]:
         """The answers in a format, which are known, at all temperatures."""
-        size, keep = wanted(self.options), self.parts.of(quant)
-        return [answers_of(one, None, size, keep, at, self.device) for at in size.temperatures]
+        size, keep = probe_plan(self.options), self.parts.of(quant)
+        return [answers_of(task, None, size, keep, at, self.device) for at in size.temperatures]
 
     def in_answer_formats(self, record: dict[str, Any], engine: RolloutEngine | None) -> list[pa.Table]:
         """Find what greedy answers are worth in each answer format, each asked for by its own instruction: their rows.
@@ -177,9 +179,9 @@ class Probing:
         names = self.options.answer_formats or [*ANSWER_FORMATS]
         found, tables = record["answer_formats"], []
         for name in names if len(names) > 1 else ():
-            one = in_answer_format(self.first, name)
-            prompts = wanted(self.options).prompts_of(one)[:ANSWER_FORMAT_QUESTIONS]
-            how = f"answers in {name}", one.task, engine, prompts, 0, 1, "answers", self.device
+            task = in_answer_format(self.first.task, name)
+            prompts = probe_plan(self.options).prompts_of(task)[:ANSWER_FORMAT_QUESTIONS]
+            how = f"answers in {name}", task, engine, prompts, 0, 1, "answers", self.device
             asked = kept_answers(self.parts, *how)
             found[name] = numbers(asked)
             tables.append(labelled(table([asked], self.options.texts), self.first.quant.name, name))
@@ -205,8 +207,8 @@ def rights(measured: dict[str, Any]) -> int:
     return measured["samples"] * len(measured["correct"])
 
 
-def wanted(options: Any) -> Wanted:
-    return Wanted(
+def probe_plan(options: Any) -> ProbePlan:
+    return ProbePlan(
         questions=options.questions,
         split=options.split,
         samples=options.samples,
@@ -219,10 +221,9 @@ def wanted(options: Any) -> Wanted:
     )
 
 
-def in_answer_format(experiment: Experiment, name: str | None) -> Experiment:
-    if name is None or not isinstance(experiment.task, PromptTask):
-        return experiment
-    return replace(experiment, task=replace(experiment.task, answer_format=name))
+def in_answer_format(task: Task, name: str | None) -> Task:
+    """`task` with this answer format, if its prompts have one."""
+    return task if name is None or not isinstance(task, PromptTask) else replace(task, answer_format=name)
 
 
 def best_of(answer_formats: dict[str, dict[str, Any]], asked: str | None) -> str:

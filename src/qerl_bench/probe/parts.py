@@ -61,7 +61,7 @@ class Parts:
         return f"stopped; {known} parts are saved{page}, and the same command goes on behind them"
 
     def drop(self) -> None:
-        """Delete all parts: whoever asks again asks anew."""
+        """Delete all parts, so that the next probe measures anew."""
         shutil.rmtree(self.folder)
 
     def _file(self, name: str) -> Path:

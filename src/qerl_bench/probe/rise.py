@@ -31,12 +31,13 @@ def sigma_of_rise(
     Found with groups of `prompts` questions in each of `draws`; `rise`, `kl` and `entropy`, which is the one without
     noise, are measured with as many others. `keep` has what is known of a search that was stopped.
     """
+    noise, how = experiment.noise, (experiment.rollout, experiment.task.max_completion_tokens)
     search, check = (experiment.task.train_prompts(step, prompts, derive("dose")) for step in (1, 2))
     with on_base_of(experiment.sampled, "rollout.quant", experiment, policy, engine) as (_, sampler):
 
         def entropy(sigma: float) -> float:
             def sampled() -> float:
-                return mean_entropy(noisy_samples(experiment, policy, sampler, search, sigma, range(draws)))
+                return mean_entropy(noisy_samples(noise, policy, sampler, search, sigma, range(draws), *how))
 
             return keep(f"entropy at sigma {sigma!r}", sampled)
 

@@ -177,7 +177,7 @@ def _stored(folder: Path, method: str, config: Mapping[str, Any]) -> tuple[str, 
 
 
 def _named(config: Mapping[str, Any], key: str, parts: str) -> dict[str, str]:
-    """The name of the format by place: that of the checkpoint, or those of its groups or layers if it is mixed."""
+    """Format names by config path: one of a uniform checkpoint, several of a mixed one."""
     whole, places = config.get(key), config.get(parts)
     if isinstance(places, Mapping) and places and whole in (None, *MIXED):
         named = {f"{parts}.{place}": part for place, part in places.items()}

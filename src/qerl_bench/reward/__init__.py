@@ -1,1 +1,1 @@
-"""The axis `reward`: what is paid beside, or in place of, the task's own reward."""
+"""The axis `reward`: rewards added to the task's own, or in its place."""

@@ -50,7 +50,7 @@ class Sweep:
     def __init__(self, points: Sequence[Point], slots: int, gpus: list[str]) -> None:
         self.todo = deque(unfinished(points))
         self.slots, self.gpus = slots, gpus
-        self.alone = False  # whether these are runs that are repeated, which share with nobody
+        self.alone = False  # whether these are runs that are repeated, each alone on its device
         self.running: dict[int, Started] = {}
         self.elsewhere: deque[Point] = deque()  # points that another process is running
         self.failed: list[tuple[Point, str]] = []

@@ -1,4 +1,4 @@
-"""Asks a task, or a reward option, for rewards, and takes numbers only: one of somebody's own may return anything.
+"""Asks a task, or a reward option, for rewards, and takes numbers only: a user's own may return anything.
 
 A number of numpy or torch becomes a float, and so does a truth value. NaN, infinity and what is no number end the run
 before anything is learned from them, and the message names the prompt.

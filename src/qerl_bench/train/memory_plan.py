@@ -16,8 +16,9 @@ import torch
 
 from qerl_bench.model.policy import Policy
 from qerl_bench.train.recorded_passes import POOL_SPARE, least_tokens
-from qerl_bench.train.reduced_sizes import shortages_of
+from qerl_bench.train.reduced_sizes import Size
 from qerl_bench.train.spec import TrainSpec
+from qerl_bench.train.trainer_state import TrainerState
 from qerl_core.checks import TrainingStopped
 from qerl_core.process.device import peak_bytes
 from qerl_core.process.gpu_share import free_bytes, release
@@ -33,23 +34,6 @@ USABLE = 0.85  # of the free memory; the rest is for fragments and for an estima
 RECORDED_PASS = 12 * 2**30  # bytes: of the largest model that is recorded, 8,192 tokens, which keep an H100 busy
 ADAM_BYTES = 8  # of each trained number: both moments in FP32
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Size:
-    """How large micro-batches are, and whether their passes may be recorded, in which case with padding."""
-
-    tokens: int
-    recorded: bool
-
-    def smaller(self, longest: int) -> Size | None:
-        """What to try where memory ran out; None if a micro-batch is no more than the `longest` sequence."""
-        if self.recorded:  # pools that nothing else can use go first
-            return Size(self.tokens, recorded=False)
-        return Size(max(longest, self.tokens // 2), recorded=False) if self.tokens > longest else None
-
-    def __str__(self) -> str:
-        return f"micro-batches of up to {self.tokens:,} tokens{'' if self.recorded else ', not recorded'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +75,24 @@ class MemoryPlan:
         )
 
 
-def remember(policy: Policy, run: RunDir) -> None:
-    """Let a run that goes on or begins again plan the micro-batches that it did. What shortages have made of them is
-    in checkpoints."""
+def planned_before(run: RunDir) -> Size | None:
+    """The micro-batches that a run which goes on or begins again has planned; None if it has planned none.
+
+    What shortages have made of them is in checkpoints.
+    """
     if (run.path / FILE).exists() and "micro_batch_tokens" in (stored := json.loads((run.path / FILE).read_text())):
-        policy.training_cache["size"] = Size(stored["micro_batch_tokens"], stored.get("recorded", True))
+        return Size(stored["micro_batch_tokens"], stored.get("recorded", True))
+    return None
 
 
 def micro_batch_size(
-    train: TrainSpec, policy: Policy, optimizer: torch.optim.Optimizer, longest: int, run: RunDir, records: bool
+    train: TrainSpec,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    longest: int,
+    run: RunDir,
+    records: bool,
+    state: TrainerState,
 ) -> Size:
     """The size of the micro-batches, at least `longest` tokens, those of the longest sequence.
 
@@ -113,8 +106,7 @@ def micro_batch_size(
             f"{longest:,} tokens. Set it to at least {longest:,}, or to null, or lower task.max_completion_tokens; "
             "memory is saved by train.recompute=selective or full"
         )
-    kept: Size | None = policy.training_cache.get("size")
-    if kept is None and wanted is None and policy.device.type == "cuda":
+    if state.size is None and wanted is None and policy.device.type == "cuda":
         plan = measured_plan(policy, optimizer, longest, records)
         about = {"longest_sequence": longest, "recompute": train.recompute}
         run.write(FILE, json.dumps(asdict(plan) | about, indent=1))
@@ -125,13 +117,12 @@ def micro_batch_size(
                 "train.recompute=full",
                 *(longest, plan.micro_batch_tokens),
             )
-        kept = policy.training_cache["size"] = Size(plan.micro_batch_tokens, plan.recorded)
-    if kept is None:
-        kept = Size(wanted or CPU_TOKENS, recorded=True)
-    if reduced := shortages_of(policy).size.value:
-        kept = Size(**reduced)
-    tokens = max(longest, kept.tokens)
-    return Size(tokens, kept.recorded and records and least_tokens(longest) <= tokens)
+        state.size = Size(plan.micro_batch_tokens, plan.recorded)
+    size = state.size or Size(wanted or CPU_TOKENS, recorded=True)
+    if reduced := state.shortages.size.value:
+        size = Size(**reduced)
+    tokens = max(longest, size.tokens)
+    return Size(tokens, size.recorded and records and least_tokens(longest) <= tokens)
 
 
 def measured_plan(policy: Policy, optimizer: torch.optim.Optimizer, longest: int, records: bool) -> MemoryPlan:

@@ -91,7 +91,7 @@ def require_finite_logits(policy: Policy, rollouts: Sequence[Rollout]) -> None:
 
 
 @contextmanager
-def during(where: str) -> Iterator[None]:
+def blaming(where: str) -> Iterator[None]:
     """Put `where` in front of the message of a TrainingStopped raised inside this context."""
     try:
         yield

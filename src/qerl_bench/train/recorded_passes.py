@@ -160,9 +160,13 @@ class RecordedPasses:
         # The one stream of all that is recorded, and of what warms up before: cuBLAS has work space for each stream,
         # and that must not lie in the piece.
         self.stream = torch.cuda.Stream() if self.records else None
-        self.forget()
+        self.release()
 
-    def forget(self) -> None:
+    @property
+    def holds_memory(self) -> bool:
+        return self.recordings.room > 0
+
+    def release(self) -> None:
         """Let go of all recordings, and of their memory."""
         self.recordings = Recordings(0)
 
@@ -268,10 +272,8 @@ class RecordedPasses:
 
 
 def recorded_passes(specs: Specs, policy: Policy) -> RecordedPasses | None:
-    """Those of `policy`, made at the first call; None, and a word in the log, if its passes have no fixed shapes."""
-    if "passes" not in policy.training_cache:
-        reason = why_not(specs, policy)
-        if reason is not None and specs.train.capture == "auto":
-            log.info("training passes are not recorded: %s", reason)
-        policy.training_cache["passes"] = None if reason is not None else RecordedPasses(specs, policy)
-    return policy.training_cache["passes"]
+    """Those of `policy`; None, and a word in the log of a run that trains, if its passes have no fixed shapes."""
+    reason = why_not(specs, policy)
+    if reason is not None and specs.train.capture == "auto" and specs.steps > 0:
+        log.info("training passes are not recorded: %s", reason)
+    return None if reason is not None else RecordedPasses(specs, policy)

@@ -9,15 +9,29 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qerl_bench.parallel import ALONE, World
 
-if TYPE_CHECKING:
-    from qerl_bench.model.policy import Policy
-
 log = logging.getLogger(__name__)
 FIRST_WAIT = 10  # steps
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large micro-batches are, and whether their passes may be recorded, in which case with padding."""
+
+    tokens: int
+    recorded: bool
+
+    def smaller(self, longest: int) -> Size | None:
+        """What to try where memory ran out; None if a micro-batch is no more than the `longest` sequence."""
+        if self.recorded:  # pools that nothing else can use go first
+            return Size(self.tokens, recorded=False)
+        return Size(max(longest, self.tokens // 2), recorded=False) if self.tokens > longest else None
+
+    def __str__(self) -> str:
+        return f"micro-batches of up to {self.tokens:,} tokens{'' if self.recorded else ', not recorded'}"
 
 
 @dataclass
@@ -61,8 +75,8 @@ class Shortages:
 
     def agree(self, world: World = ALONE) -> None:
         """Let all ranks sample within the limits of the one that had the latest shortage, and the longest wait."""
-        found = [(one.step, one.wait, -rank, one) for rank, one in enumerate(world.gather(self.limits))]
-        self.limits = max(found)[-1]
+        by_rank = enumerate(world.gather(self.limits))
+        self.limits = max((limits.step, limits.wait, -rank, limits) for rank, limits in by_rank)[-1]
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: numbers by name."""
@@ -72,8 +86,3 @@ class Shortages:
         """Go on with `state`; without one, as before the first shortage."""
         state = state or {}
         self.size, self.limits = (Reduced(**state.get(name, {})) for name in ("size", "limits"))
-
-
-def shortages_of(policy: Policy) -> Shortages:
-    """Those of the run that trains `policy`."""
-    return policy.training_cache.setdefault("shortages", Shortages())

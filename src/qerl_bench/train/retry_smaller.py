@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TypeVar
 
-from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import World
-from qerl_bench.train.memory_plan import FILE, Size
-from qerl_bench.train.recorded_passes import RecordedPasses
-from qerl_bench.train.reduced_sizes import shortages_of
+from qerl_bench.train.memory_plan import FILE
+from qerl_bench.train.reduced_sizes import Shortages, Size
 from qerl_bench.train.spec import Specs, TrainSpec
+from qerl_bench.train.trainer_state import TrainerState
 from qerl_core.checks import TrainingStopped
 from qerl_core.process.device import random_state, set_random_state
 from qerl_core.process.gpu_share import release
@@ -29,10 +28,10 @@ def repeated_smaller(
     size: Size,
     cut: Callable[[Size], None],
     specs: Specs,
-    policy: Policy,
+    device: str,
     run: RunDir,
     longest: int,
-    passes: RecordedPasses | None,
+    state: TrainerState,
     world: World,
 ) -> tuple[Size, Result]:
     """What `work` gives in micro-batches of `size`, or where memory runs out of one that works, and that size.
@@ -40,21 +39,20 @@ def repeated_smaller(
     `cut` makes the micro-batches of a smaller size before `work` is repeated with the same random numbers. An error of
     `work` is raised on all ranks; TrainingStopped ends the run.
     """
-    random = random_state(policy.device.type)
+    random = random_state(device)
     while True:
         try:
             return size, work()
         except (RuntimeError, MemoryError) as error:
             if shortage(error) is None:  # one that ends the run, or only this rank
                 raise
-            sampler = policy.training_cache.get("sampler")
-            frees = any(world.gather(sampler is not None and sampler.kept is not None))
+            frees = any(world.gather(any(engine.holds_memory for engine in state.engines)))
             may_shrink = not specs.parallel.exact
-            size = after_shortage(error, size, specs.train, policy, longest, run, may_shrink, frees)
-        if passes is not None and not size.recorded:
-            passes.forget()
-        if sampler is not None:
-            sampler.release()  # sampling reserves again what it needs then
+            size = after_shortage(error, size, specs.train, state.shortages, longest, run, may_shrink, frees)
+        if state.passes is not None and not size.recorded:
+            state.passes.release()
+        for engine in state.engines:
+            engine.release()  # sampling reserves again what it needs then
         release()  # only now: until here the traceback holds what was computed
         set_random_state(random)
         cut(size)
@@ -64,7 +62,7 @@ def after_shortage(
     error: Exception,
     size: Size,
     train: TrainSpec,
-    policy: Policy,
+    shortages: Shortages,
     longest: int,
     run: RunDir,
     may_shrink: bool,
@@ -75,7 +73,7 @@ def after_shortage(
     `frees`: whether some rank can free what sampling keeps. Raises TrainingStopped, with numbers, if there is no
     smaller size, or it may not be smaller.
     """
-    said, shortages = shortage(error), shortages_of(policy)
+    said = shortage(error)
     assert said is not None
     smaller = size.smaller(longest) if may_shrink else None
     if smaller is None and may_shrink and frees:

@@ -1,21 +1,60 @@
-"""What a checkpoint keeps of training beside the policy: optimizer, random numbers, noise, lag and the clock."""
+"""What training keeps from step to step beside the policy: as an object, and in a checkpoint.
+
+A checkpoint has the optimizer, random numbers, noise, lag, shortages of memory and the clock.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from qerl_bench.model.policy import Policy
 from qerl_bench.train.lag import Lag
-from qerl_bench.train.reduced_sizes import shortages_of
+from qerl_bench.train.recorded_passes import RecordedPasses
+from qerl_bench.train.reduced_sizes import Shortages, Size
 from qerl_bench.train.spec import Specs
 from qerl_core.checks import ConfigError, require
+from qerl_core.process.out_of_memory import Releasable
 from qerl_core.rundir.checkpoints import go_back, last_checkpoint
 from qerl_core.rundir.run_dir import RunDir
+
+
+@dataclass
+class TrainerState:
+    """What a run keeps for updates and engines; a checkpoint has its shortages, and memory.json its size."""
+
+    shortages: Shortages = field(default_factory=Shortages)
+    size: Size | None = None  # of micro-batches, as planned; None until it is measured
+    passes: RecordedPasses | None = None  # None if passes have no fixed shapes
+    engines: list[SharesMemory] = field(default_factory=list)  # that are open
+
+    @contextmanager
+    def joined_by(self, engine: object) -> Iterator[None]:
+        """In this block `engine`, if it is a `SharesMemory`, and training release memory for each other."""
+        if not isinstance(engine, SharesMemory):
+            yield
+            return
+        engine.join(self)
+        self.engines.append(engine)
+        try:
+            yield
+        finally:
+            self.engines.remove(engine)
+
+
+@runtime_checkable
+class SharesMemory(Releasable, Protocol):
+    """An engine that samples in the memory of training."""
+
+    def join(self, state: TrainerState) -> None:
+        """Sample from now on within the limits of `state`, and release its passes if memory runs out."""
 
 
 def is_saved(specs: Specs, step: int) -> bool:
@@ -34,16 +73,17 @@ def save_checkpoint(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
     lag: Lag,
+    state: TrainerState,
     run: RunDir,
     step: int,
 ) -> None:
     """Fill `folder` with everything that the next step depends on."""
     policy.save(folder)
-    state = {"optimizer": optimizer.state_dict(), "torch_rng": torch.get_rng_state(), "noise": policy.noise.state()}
-    state["shortages"] = shortages_of(policy).state()
+    kept = {"optimizer": optimizer.state_dict(), "torch_rng": torch.get_rng_state(), "noise": policy.noise.state()}
+    kept["shortages"] = state.shortages.state()
     if lag.steps:
-        state["lag"] = lag.state()
-    torch.save(state, folder / "trainer.pt")
+        kept["lag"] = lag.state()
+    torch.save(kept, folder / "trainer.pt")
     position = {
         "step": step,
         "prompts_seen": step * specs.rollout.prompts_per_step,
@@ -57,7 +97,12 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    run_dir: Path, run: RunDir, policy: Policy, optimizer: torch.optim.Optimizer, lag: Lag | None = None
+    run_dir: Path,
+    run: RunDir,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    lag: Lag | None = None,
+    state: TrainerState | None = None,
 ) -> None:
     """Restore from the last checkpoint in `run_dir` all that the next step depends on, and the clock."""
     folder = last_checkpoint(run_dir)
@@ -65,15 +110,16 @@ def load_checkpoint(
     assert folder is not None
     policy.load(folder)
     try:
-        state: dict[str, Any] = torch.load(folder / "trainer.pt", map_location=policy.device, weights_only=True)
+        kept: dict[str, Any] = torch.load(folder / "trainer.pt", map_location=policy.device, weights_only=True)
     except UnpicklingError as error:  # more than tensors and numbers, which nothing here has written
         raise ConfigError(f"checkpoint {folder} is damaged: trainer.pt is no checkpoint. {go_back(folder)}") from error
-    optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(state["torch_rng"].cpu())
-    policy.noise.restore(state["noise"])
-    shortages_of(policy).restore(state.get("shortages"))  # which earlier versions did not write
+    optimizer.load_state_dict(kept["optimizer"])
+    torch.set_rng_state(kept["torch_rng"].cpu())
+    policy.noise.restore(kept["noise"])
+    if state is not None:
+        state.shortages.restore(kept.get("shortages"))  # which earlier versions did not write
     if lag is not None:
-        lag.restore(state.get("lag", []))
+        lag.restore(kept.get("lag", []))
     position = json.loads((folder / "state.json").read_text())
     run.spent_s, run.spent_j = position["wall_s"], position.get("energy_j")
     run.begun = position.get("started")

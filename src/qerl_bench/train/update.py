@@ -28,15 +28,16 @@ from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.train.batch import Batch
 from qerl_bench.train.data_parallel import GradientSum, rank_rows, schedule
-from qerl_bench.train.memory_plan import Size, micro_batch_size
+from qerl_bench.train.memory_plan import micro_batch_size
 from qerl_bench.train.micro_batches import MicroBatch, carry_over, sample_measured, split
 from qerl_bench.train.micro_pass import MicroBatchResult, forward_backward, loss_error, to_host
 from qerl_bench.train.nonfinite import NonFiniteError, dump, first_in_backward
 from qerl_bench.train.recorded_passes import RecordedPasses, recorded_passes
-from qerl_bench.train.reduced_sizes import shortages_of
+from qerl_bench.train.reduced_sizes import Size
 from qerl_bench.train.retry_smaller import repeated_smaller
 from qerl_bench.train.rollout_records import TokenColumns
 from qerl_bench.train.spec import OptimSpec, Specs, TrainSpec
+from qerl_bench.train.trainer_state import TrainerState
 from qerl_core.checks import TrainingStopped
 from qerl_core.metrics import compute
 from qerl_core.process.device import bf16_matmuls, tf32_matmuls
@@ -74,10 +75,12 @@ def update(
     step: int,
     world: World = ALONE,
     columns: dict[int, TokenColumns] | None = None,
+    state: TrainerState | None = None,
 ) -> dict[str, float]:
     """Make train.updates_per_batch updates on `batch` and return the training metrics of `step`.
 
     `columns`, if given, gets the log-probabilities that were computed before the first update, by row of the batch.
+    `state` is that of the run; without one this update is alone.
 
     All ranks of `world` have the whole batch, share its backward passes, and make the same updates.
 
@@ -94,12 +97,12 @@ def update(
     has_gradient = torch.ones_like(batch.advantages, dtype=torch.bool)
     if algo.on_policy and specs.kl.coef == 0 and train.entropy_coef == 0:
         has_gradient = batch.advantages != 0
-    shortages_of(policy).begin(step)
+    state = TrainerState(passes=recorded_passes(specs, policy)) if state is None else state
+    state.shortages.begin(step)
     longest = int(batch.lengths.max())
-    passes = recorded_passes(specs, policy)
-    records = all(world.gather(passes is not None))
+    records = all(world.gather(state.passes is not None))
     with precision(train, policy.device.type):
-        size = world.from_first(lambda: micro_batch_size(train, policy, optimizer, longest, run, records))
+        size = world.from_first(lambda: micro_batch_size(train, policy, optimizer, longest, run, records, state))
     make = partial(micro_batches_of, specs, policy, batch, has_gradient, step, world)
 
     def cut(size: Size) -> None:
@@ -111,7 +114,7 @@ def update(
     def gradients() -> Gradients:
         optimizer.zero_grad(set_to_none=True)
         with precision(train, policy.device.type):
-            return add_gradients(specs, policy, micro_batches, passes, world)
+            return add_gradients(specs, policy, micro_batches, state.passes, world)
 
     micro_batches = make(size)
     totals = StepAccumulator()
@@ -120,7 +123,7 @@ def update(
         torch.manual_seed(derive(specs.seed, "torch", step, world.rank))  # adapter dropout of other sequences
     policy.train_mode(True)
     for number in range(train.updates_per_batch):
-        size, found = repeated_smaller(gradients, size, cut, specs, policy, run, longest, passes, world)
+        size, found = repeated_smaller(gradients, size, cut, specs, policy.device.type, run, longest, state, world)
         parts |= {(number, place): part for place, _, part in found.results}
         totals.grad_norms.append(found.grad_norm)
         totals.applied += apply_gradients(specs, policy, optimizer, batch, found, run, step, world)

@@ -91,8 +91,8 @@ def usage(words: Sequence[str] = ()) -> str:
 def explain(words: Sequence[str]) -> str:
     """Explain the keys among `words`, with the options that the others (KEY=VALUE) choose.
 
-    A key is that of a value, a prefix that ends with a dot, an axis or a group, the name of an option, that of a metric
-    or the part of it before a slash. Raises ConfigError for others.
+    A key is a config key, a prefix that ends with a dot, an axis, a group, an option, a metric, or the part of a metric
+    before its slash. Raises ConfigError for others.
     """
     overrides = [word for word in words if "=" in word]
     keys = [word for word in words if "=" not in word] or [word.partition("=")[0].lstrip("+~") for word in overrides]

@@ -116,7 +116,7 @@ def _read(file: Path) -> Any:
 
 @lru_cache(maxsize=1024)
 def _content(file: Path, *state: int) -> Any:
-    """What the file holds in this state, in containers that nobody may change."""
+    """What the file holds in this state, in containers that must not be changed."""
     return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
 
 
@@ -191,7 +191,7 @@ def check_class(folder: Path, key: str, node: Mapping[str, Any]) -> None:
 def make_option(place: str, node: Any) -> Any:
     """The object that the container `node` describes: a dict with `_target_` is an instance of that class.
 
-    The class may be in any installed module, so `refuse_foreign_classes` comes first for what somebody else wrote.
+    The class may be in any installed module, so `refuse_foreign_classes` comes first for what others wrote.
     Raises ConfigError if it cannot be imported, or is no dataclass, as every option is, and whatever the class raises.
     """
     if isinstance(node, list):

@@ -1,7 +1,7 @@
 """How much of a GPU this process may take: all that is free, or an equal share where launchers run several on it.
 
 PyTorch's allocator is told the share. So a run that needs more notices it by itself, and takes nothing from its
-neighbours. A launcher sets RUNS_ON_GPU for the runs that it starts; whoever starts several by hand sets it too. Left
+neighbours. A launcher sets RUNS_ON_GPU for the runs that it starts; a user who starts several by hand sets it too. Left
 out: shares of different sizes, and the memory of vLLM, which `engine.kv_cache_gib` limits.
 """
 

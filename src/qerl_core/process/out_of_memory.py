@@ -1,6 +1,6 @@
 """Memory that runs out, of a GPU or of the machine, in words: in which phase, how much there was, and what to set.
 
-Left out: the kernel's out-of-memory killer, which sends SIGKILL and lets nobody speak.
+Left out: the kernel's out-of-memory killer, which sends SIGKILL, so that no message can be printed.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from qerl_core.checks import TrainingStopped
 
@@ -31,6 +31,15 @@ SAID = re.compile(
 )
 
 OTHERS = re.compile(r" Process \d+ has [^.]+\.\d+ \w+ memory in use\.| See documentation for .*")  # of a GPU's message
+
+
+class Releasable(Protocol):
+    """Keeps memory between two uses, and gives it back if something else needs it."""
+
+    @property
+    def holds_memory(self) -> bool: ...
+
+    def release(self) -> None: ...
 
 
 def shortage(error: BaseException | None) -> str | None:

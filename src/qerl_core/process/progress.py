@@ -1,8 +1,8 @@
 """What a run says on stderr while it goes on: bars on a terminal, a few lines on a pipe. run.log has every step.
 
-What takes a while is a *phase*; phases nest. On a pipe a step is told at the first, the last and every twentieth part
-of the run, and after a silence (`silence_s`) whatever is going on is told, so that a long run fills no log and a slow
-one is not taken for dead. A batch of completions counts by its tokens, as if all were as long as the limit.
+What takes a while is a *phase*; phases nest. On a pipe it prints the first step, the last and every 5 % of the steps,
+and a heartbeat after `silence_s` seconds without a line, so that a long run fills no log and a slow one is seen to
+be alive. A batch of completions counts by its tokens, as if all were as long as the limit.
 """
 
 from __future__ import annotations

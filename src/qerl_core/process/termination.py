@@ -59,7 +59,7 @@ def terminations_raise() -> Iterator[None]:
 
 
 def raise_again() -> None:
-    """Raise what a library has swallowed, as callbacks and imports do; for whoever begins something after a signal."""
+    """Raise what a library has swallowed, as callbacks and imports do; called before new work begins."""
     if _raised and threading.current_thread() is threading.main_thread():
         raise stop_by(_raised.pop())
 

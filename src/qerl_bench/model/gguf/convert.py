@@ -100,7 +100,7 @@ def record_of(folder: Path | None) -> dict[str, Any] | None:
     return None if file is None or not file.is_file() else json.loads(file.read_text())
 
 
-def told(record: Mapping[str, Any]) -> str | None:
+def rounding_notice(record: Mapping[str, Any]) -> str | None:
     """A sentence about weights that were rounded before; None if they were not."""
     if not record["rounded"]:
         return None

@@ -1,4 +1,4 @@
-"""A study answers for its code and design: commits hold them, or what is missing from one lies beside the results."""
+"""The provenance of a study: code and design must be committed, or the difference is stored beside the results."""
 
 from __future__ import annotations
 

@@ -122,10 +122,10 @@ def remember(key: dict[str, Any] | None, measured: Mapping[str, Any], folder: Pa
 
 
 @contextmanager
-def alone(key: dict[str, Any] | None, folder: Path, what: str) -> Iterator[None]:
+def exclusively(key: dict[str, Any] | None, folder: Path, what: str) -> Iterator[None]:
     """For as long as something is recalled or measured, so that of several processes one measures it.
 
-    A process whose key is not known, or that cannot write to `folder`, waits for nobody.
+    A process whose key is not known, or that cannot write to `folder`, does not wait.
     """
     with ExitStack() as held:
         if key is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from qerl_bench.commands import study
-from qerl_bench.conduct.accountable import account_for_changes
+from qerl_bench.conduct.provenance import account_for_changes
 from qerl_core.checks import ConfigError
 from qerl_core.process.installation import CONF_DIR
 from qerl_core.rundir import checkout

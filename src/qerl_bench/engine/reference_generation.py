@@ -1,7 +1,7 @@
 """What the untouched model writes: transformers' own `generate`, greedily and by given random numbers.
 
-In FP32, each prompt alone, without packing, kernels or adapter (`model/stock.py`). One call writes both continuations
-of a prompt, as two rows.
+In FP32, each prompt alone, without packing, kernels or adapter (`model/reference_model.py`). One call writes both
+continuations of a prompt, as two rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import request_key
 from qerl_bench.model.context import longest_context
 from qerl_bench.model.policy import Policy
-from qerl_bench.model.stock import Origin, stock_model
+from qerl_bench.model.reference_model import Origin, stock_model
 from qerl_bench.model.structure import probe_ids
 from qerl_core.checks import ConfigError, TrainingStopped
 from qerl_core.process.gpu_share import release
@@ -81,7 +81,7 @@ def _continued(model: PreTrainedModel, prompt: Prompt, where: str) -> list[Writt
     settings = GenerationConfig(
         max_new_tokens=TOKENS, do_sample=False, return_dict_in_generate=True, output_logits=True
     )
-    with or_refused(f"transformers cannot continue a text with {where}"):
+    with refusing_model_errors(f"transformers cannot continue a text with {where}"):
         said: Any = model.generate(  # type: ignore[operator]
             ids,
             attention_mask=torch.ones_like(ids),
@@ -113,8 +113,8 @@ def sampling_at(temperature: float) -> Sampling:
 
 
 @contextmanager
-def or_refused(failed: str, reason: str = "", remedy: str = "another model") -> Iterator[None]:
-    """Whatever a foreign model raises in this block is a ConfigError; a shortage of memory is not its fault."""
+def refusing_model_errors(failed: str, reason: str = "", remedy: str = "another model") -> Iterator[None]:
+    """Turns an exception of a third-party model into a ConfigError, except a shortage of memory."""
     try:
         yield
     except (ConfigError, TrainingStopped):
