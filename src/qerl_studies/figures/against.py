@@ -11,9 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from qerl_core.checks import require
+from qerl_studies.effects.pairs import mean_of_runs
 from qerl_studies.figures.effects import draw_dots, draw_effect, margin_note, mark_notes, plotted_arm
 from qerl_studies.figures.labels import sigma_by_step
-from qerl_studies.figures.paired import interval_note, mean_of_runs
+from qerl_studies.figures.paired import interval_note
 from qerl_studies.figures.style import (
     BAND,
     GRAY,

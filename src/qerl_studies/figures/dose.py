@@ -10,9 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from qerl_core.statistics import mean_ci
+from qerl_studies.effects.pairs import of_units
 from qerl_studies.figures.effects import PlottedArm
 from qerl_studies.figures.exploration import MARGIN, pass_curve
-from qerl_studies.figures.paired import differences, interval_note
+from qerl_studies.figures.paired import interval_note
 from qerl_studies.figures.style import BAND, FULL_WIDTH, GRAY, caption, panels, paper_style
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import last_fifth_mean, mean_between
@@ -77,9 +78,9 @@ def _dose(arm: PlottedArm) -> float:
 
 def _log_entropies(arm: PlottedArm, metric: Callable[[Run], float]) -> np.ndarray:
     """Logarithms of the ratio of entropies, by base."""
-    return differences(arm.runs, arm.control, lambda run: float(np.log(metric(run)))).to_numpy()[0]
+    return of_units([arm.runs, arm.control], lambda run: float(np.log(metric(run)))).to_numpy()[0]
 
 
 def _accuracies(arm: PlottedArm, k: int) -> np.ndarray:
     """Differences of pass@k, by base."""
-    return differences(arm.runs, arm.control, pass_curve).loc[k].to_numpy()
+    return of_units([arm.runs, arm.control], pass_curve).loc[k].to_numpy()

@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from qerl_studies.claims.preconditions import LOST, diverged
-from qerl_studies.figures.paired import average_seeds, by_cell, effect, interval_note, level
+from qerl_studies.effects.pairs import average_seeds, by_cell
+from qerl_studies.figures.paired import effect, interval_note, level
 from qerl_studies.figures.style import BAND, FULL_WIDTH, GRAY, caption, color, panels, paper_style, small
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import Measure

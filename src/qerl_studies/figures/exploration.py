@@ -15,8 +15,9 @@ from matplotlib.figure import Figure
 from qerl_core.statistics import found_among, mean_ci
 from qerl_studies.design.readings import pass_at
 from qerl_studies.design.sessions import Sessions
+from qerl_studies.effects.pairs import average_seeds, by_cell, of_units
 from qerl_studies.figures.effects import PlottedArm
-from qerl_studies.figures.paired import ENTROPY, SAMPLED, average_seeds, by_cell, differences
+from qerl_studies.figures.paired import ENTROPY, SAMPLED
 from qerl_studies.figures.style import (
     BAND,
     FULL_WIDTH,
@@ -79,7 +80,7 @@ def pass_at_k_curves(arms: Sequence[PlottedArm]) -> Figure:
             levels.plot(before.index, before.mean(axis=1), color=arm.shade, linewidth=1.0, linestyle="dashed", zorder=1)
             ends.append((float(after.iloc[-1].mean()), arm.label, arm.shade))
             if arm.control:
-                points = 100 * differences(arm.runs, arm.control, pass_curve)
+                points = 100 * of_units([arm.runs, arm.control], pass_curve)
                 means = [mean_ci(row) for row in points.to_numpy()]
                 change.plot(points.index, [one.value for one in means], color=arm.shade, linewidth=1.0)
                 band = np.array([[one.low, one.high] for one in means]).T
@@ -128,8 +129,8 @@ def _before(study: Sessions, reference: str, quant: str, k: int) -> Points:
 
 
 def _after(arm: PlottedArm, k: int) -> Points:
-    entropies = differences(arm.runs, arm.control, ENTROPY.averaged).to_numpy()[0]
-    accuracies = differences(arm.runs, arm.control, pass_curve).loc[k].to_numpy()
+    entropies = of_units([arm.runs, arm.control], ENTROPY.averaged).to_numpy()[0]
+    accuracies = of_units([arm.runs, arm.control], pass_curve).loc[k].to_numpy()
     return [(ENTROPY.on_axis(x), 100 * y) for x, y in zip(entropies, accuracies, strict=True)]
 
 

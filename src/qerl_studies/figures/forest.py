@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qerl_studies.claims.claim import ClaimResult, ContrastResult
-from qerl_studies.claims.estimate import Effect
+from qerl_studies.effects.estimate import Effect
 from qerl_studies.figures.compact import compact
 from qerl_studies.figures.effects import label_rows
 from qerl_studies.figures.style import FULL_WIDTH, GRAY, caption, panels, paper_style, small

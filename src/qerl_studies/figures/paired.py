@@ -7,15 +7,15 @@ there are several (seeds of a base are averaged first), otherwise over the seeds
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 
-from qerl_core.checks import require
-from qerl_core.statistics import Estimate, mean_ci
+from qerl_core.statistics import Estimate
 from qerl_studies.claims.measures import ACCURACY, INITIAL_ENTROPY, LATE_REWARD, REWARD
+from qerl_studies.effects.estimate import over_units
+from qerl_studies.effects.pairs import mean_of_runs, of_units
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import Measure, area, final_accuracy
 from qerl_studies.runs.settings import describe_repeats
@@ -29,60 +29,16 @@ SAMPLED, GREEDY = (
 )
 
 
-def by_cell(runs: Sequence[Run], metric: Callable[[Run], pd.Series | float]) -> pd.DataFrame:
-    """The metric of each run, a column per (base, seed); rows are the steps that all runs have, or one for a number."""
-    values = {run.cell: metric(run) for run in runs}
-    series = [value if isinstance(value, pd.Series) else pd.Series([value]) for value in values.values()]
-    table = pd.concat(series, axis=1, join="inner")
-    table.columns = pd.MultiIndex.from_tuples(values, names=["base", "seed"])
-    return table
-
-
-def average_seeds(table: pd.DataFrame) -> pd.DataFrame:
-    """One column per base, the mean over its seeds; with a single base, one column per seed."""
-    bases = table.columns.get_level_values("base").unique()
-    if len(bases) == 1:
-        return table
-    return pd.DataFrame({base: table.xs(base, axis="columns", level="base").mean(axis="columns") for base in bases})
-
-
-def differences(
-    treated: Sequence[Run], control: Sequence[Run], metric: Callable[[Run], pd.Series | float]
-) -> pd.DataFrame:
-    """The metric of each treated run minus that of its control: a column per base, or per seed of the only base.
-
-    Raises ConfigError if a run has no counterpart, or if a pair ran on different machines or library versions.
-    """
-    unpaired = sorted({run.cell for run in treated} ^ {run.cell for run in control})
-    require(
-        not unpaired,
-        f"{treated[0].name} and {control[0].name} do not have the same bases and seeds: only one has {unpaired}",
-    )
-    for run, other in zip(*(sorted(arm, key=lambda run: run.cell) for arm in (treated, control)), strict=True):
-        require(
-            run.block == other.block,
-            f"{run.name} and {other.name} ran on different machines or library versions ({run.block}; {other.block}), "
-            "so other causes may add to their difference: run both on one",
-        )
-    first, second = by_cell(treated, metric), by_cell(control, metric)
-    common = first.index.intersection(second.index)
-    return average_seeds(first.loc[common] - second.loc[common])
-
-
 def effect(treated: Sequence[Run], control: Sequence[Run], measure: Measure) -> tuple[Estimate, np.ndarray]:
     """The mean difference with its interval, and the differences that were averaged."""
-    points = differences(treated, control, measure.averaged).to_numpy()[0]
-    return mean_ci(points), points
+    table = of_units([treated, control], measure.averaged).to_numpy()
+    return over_units(table, "fixed"), table.mean(axis=0)
 
 
 def level(runs: Sequence[Run], measure: Measure) -> float:
     """The mean of an arm; the geometric mean for ratios."""
     mean = mean_of_runs(runs, measure.averaged)
     return math.exp(mean) if measure.ratio else mean
-
-
-def mean_of_runs(runs: Sequence[Run], metric: Callable[[Run], float]) -> float:
-    return float(average_seeds(by_cell(runs, metric)).to_numpy().mean())
 
 
 def effect_text(measure: Measure, estimate: Estimate) -> list[str]:

@@ -134,7 +134,7 @@ def _verdicts(study: Sessions) -> dict[str, str | Drawing]:
     found: dict[str, str | Drawing] = {"claims.md": markdown({scope: verdicts}, runs)}
     found["claims.svg"] = lambda: svg(all_claims(verdicts, scope))
     for family, of_family in later.items():
-        if any(one.verdict not in ("incomplete", "not testable here") for one in of_family):
+        if any(one.state.tested for one in of_family):
             found[f"{family}.md"] = page_table(of_family) + "\n"
             found[f"{family}.svg"] = lambda of_family=of_family: svg(all_claims(of_family, scope))
     if ways := specifications([*verdicts, *chain(*later.values())], runs, [_other(one) for one in beside(study)]):

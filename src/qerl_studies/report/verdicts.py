@@ -17,7 +17,7 @@ from typing import Any
 from qerl_core.checks import require
 from qerl_core.statistics import Estimate
 from qerl_studies.claims.claim import ClaimResult, ContrastResult
-from qerl_studies.claims.estimate import Comparison, Effect
+from qerl_studies.claims.estimate import Comparison
 from qerl_studies.claims.evaluate import evaluate_claims
 from qerl_studies.claims.registry import families
 from qerl_studies.design.gates import gates, override
@@ -25,6 +25,7 @@ from qerl_studies.design.looks import at_last_look, runs_of, with_primary
 from qerl_studies.design.primary import MEASURES, Primary
 from qerl_studies.design.protocol import protocol_commit
 from qerl_studies.design.sessions import Sessions, study_of
+from qerl_studies.effects.estimate import Effect
 from qerl_studies.report.primary import differences, level_of, look
 from qerl_studies.report.sessions import judged, read_once
 from qerl_studies.runs.committed import SETTINGS
