@@ -216,7 +216,9 @@ def render(results: Sequence[Result]) -> str:
         stops = f"stops {', '.join(one.stops)}" if one.stops else other
         told = f"{word}, overridden" if one.overridden else word
         rows.append([one.gate, one.limit, value, interval, meeting, told, stops])
-    return markdown_table(["gate", "limit", "measured", "interval", "bases that meet it", "passed", "else"], rows)
+    return markdown_table(
+        ["gate", "limit", "measured", "95 %, questions fixed", "bases that meet it", "passed", "else"], rows
+    )
 
 
 def to_json(results: Sequence[Result], blocked_arms: Mapping[str, list[str]]) -> str:

@@ -35,10 +35,10 @@ class Effect:
 
     @property
     def origin(self) -> str:
-        """What was averaged: 16 bases × 2 seeds × 256 questions, 15 df."""
+        """What was averaged: 16 bases × 2 seeds × 256 questions drawn, 15 df."""
         units = f"{self.whole.n} {self.unit}{'s' if self.whole.n > 1 else ''}"
         seeds = f" × {self.seeds} seed{'s' if self.seeds > 1 else ''}" if self.unit == "base" else ""
-        questions = f" × {self.questions} questions" if self.questions > 1 else ""
+        questions = f" × {self.questions} questions drawn" if self.questions > 1 else ""
         return units + seeds + questions + (f", {self.whole.df:.0f} df" if self.whole.stderr > 0 else "")
 
 

@@ -119,7 +119,7 @@ def plot_against(
             label_ends(top, ends)
         note = f"Top: means (axes not from 0). Bottom: each {minus}; formats at one value stand side by side."
         diverged = mark_notes([*arms.values()], measures)[-1]
-        caption(figure, *notes, note, interval_note(settings[0].runs), margin_note(measures), diverged)
+        caption(figure, *notes, note, interval_note(settings[0].runs, measures), margin_note(measures), diverged)
     return figure
 
 

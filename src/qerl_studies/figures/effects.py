@@ -118,7 +118,7 @@ def mark_notes(arms: Sequence[PlottedArm], measures: Sequence[Measure], levels: 
     most = max((arm for arm in reversed(arms) if arm.runs), key=lambda arm: bases[arm.label])
     fewer = [f"{number} for {label}" for label, number in bases.items() if number < bases[most.label]]
     return [
-        interval_note(most.runs),
+        interval_note(most.runs, measures),
         f"Fewer, {', '.join(fewer)}." if fewer else "",
         "Numbers: each arm's own mean." if levels else "",
         "Filled: with noise, hollow: without." if mixed else "",

@@ -15,13 +15,14 @@ import numpy as np
 from qerl_core.checks import ConfigError
 from qerl_core.statistics import Estimate, mean_ci
 from qerl_studies.claims.measures import ACCURACY, REWARD
-from qerl_studies.effects.estimate import over_units
+from qerl_studies.effects.estimate import Questions, over_units
 from qerl_studies.effects.pairs import average_seeds, by_cell, mean_of_runs, of_units
 from qerl_studies.effects.state import of_interval
 from qerl_studies.runs.load import Cell, Run
 from qerl_studies.runs.measure import last_fifth_mean
 
 Arm = Mapping[Cell, Run]
+COLUMNS = {"accuracy": "correct", "lenient": "lenient"}  # of answers, by what evaluations call their means
 POINTS = 100  # of a curve; longer ones show means of equal stretches of steps
 
 
@@ -60,22 +61,29 @@ def mean_of(arm: Arm, value: Callable[[Run], float]) -> float:
     return mean_of_runs(runs, value) if runs else math.nan
 
 
-def paired(first: Arm, second: Arm, common: Sequence[Cell], kind: str, name: str) -> Estimate | None:
-    """The difference within base and seed; None without a pair that has the number."""
+def paired(
+    first: Arm, second: Arm, common: Sequence[Cell], kind: str, name: str, questions: Questions = "drawn"
+) -> Estimate | None:
+    """The difference within base and seed; None without a pair that has the number.
+
+    With `questions` drawn the interval of an accuracy holds for others too, where all kept their answers to the same.
+    """
     value = partial(value_of, kind=kind, name=name)
     known = [cell for cell in common if all(math.isfinite(value(arm[cell])) for arm in (first, second))]
     arms = [{cell: arm[cell] for cell in known} for arm in (first, second)]
-    if len(common) == 1 and name.startswith("eval/accuracy_"):
-        over_questions = _by_question(arms, name.removeprefix("eval/accuracy_")) if known else None
-        if over_questions is not None:
-            return over_questions
-    return over_units(of_units(arms, value, any_machine=True).to_numpy(), "fixed") if known else None
+    if not known:
+        return None
+    by_question = _by_question(arms, name) if questions == "drawn" else None
+    return by_question or over_units(of_units(arms, value, any_machine=True).to_numpy(), "fixed")
 
 
-def _by_question(arms: Sequence[Arm], mode: str) -> Estimate | None:
+def _by_question(arms: Sequence[Arm], name: str) -> Estimate | None:
     """The difference with an interval for other questions too; None if answers to the same were not kept."""
+    what, _, mode = name.removeprefix("eval/").partition("_")
+    if what not in COLUMNS:
+        return None
     try:
-        gaps = of_units(arms, lambda run: run.answers(mode).iloc[:, -1], any_machine=True).dropna()
+        gaps = of_units(arms, lambda run: run.answers(mode, COLUMNS[what]).iloc[:, -1], any_machine=True).dropna()
     except ConfigError:
         return None
     return over_units(gaps.to_numpy(), "drawn") if len(gaps) > 1 else None

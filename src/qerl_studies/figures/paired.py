@@ -1,7 +1,8 @@
 """The comparison that figures draw: a number of a run minus that of its control with the same base model and seed.
 
-Such runs share prompts and random numbers, whose influence cancels. The interval is Student's t over base models if
-there are several (seeds of a base are averaged first), otherwise over the seeds of the one base.
+Such runs share prompts and random numbers, whose influence cancels. The interval is that of claims: Student's t over
+base models if there are several (seeds of a base are averaged first), otherwise over the seeds of the one base, and of
+answers for other questions too.
 """
 
 from __future__ import annotations
@@ -11,28 +12,30 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 
 from qerl_core.statistics import Estimate
 from qerl_studies.claims.measures import ACCURACY, INITIAL_ENTROPY, LATE_REWARD, REWARD
 from qerl_studies.effects.estimate import over_units
 from qerl_studies.effects.pairs import mean_of_runs, of_units
 from qerl_studies.runs.load import Run
-from qerl_studies.runs.measure import Measure, area, final_accuracy
+from qerl_studies.runs.measure import Measure, area, final_answers
 from qerl_studies.runs.settings import describe_repeats
 
 REWARD_MEAN = replace(REWARD, name="mean reward", unit="")
 REWARD_LATE = replace(LATE_REWARD, name="late reward", unit="")
 ENTROPY = replace(INITIAL_ENTROPY, name="mean entropy", metric=area("entropy"), level_format="{:.4f}")
 SAMPLED, GREEDY = (
-    replace(ACCURACY, name=f"held-out ({mode})", metric=final_accuracy(mode), level_format="{:.1%}")
+    replace(ACCURACY, name=f"held-out ({mode})", metric=final_answers(mode), level_format="{:.1%}")
     for mode in ("sampled", "greedy")
 )
 
 
 def effect(treated: Sequence[Run], control: Sequence[Run], measure: Measure) -> tuple[Estimate, np.ndarray]:
     """The mean difference with its interval, and the differences that were averaged."""
-    table = of_units([treated, control], measure.averaged).to_numpy()
-    return over_units(table, "fixed"), table.mean(axis=0)
+    number = measure.averaged if measure.ratio else measure.metric
+    table = of_units([treated, control], number).to_numpy()
+    return over_units(table, "drawn"), table.mean(axis=0)
 
 
 def level(runs: Sequence[Run], measure: Measure) -> float:
@@ -49,12 +52,18 @@ def effect_text(measure: Measure, estimate: Estimate) -> list[str]:
     return [middle, f"[{low}, {high}]" if estimate.n > 1 else "one seed"]
 
 
-def interval_note(runs: Sequence[Run]) -> str:
-    """The sentence of a caption that explains points and intervals."""
+def interval_note(runs: Sequence[Run], measures: Sequence[Measure] = ()) -> str:
+    """The sentence of a caption that explains points and intervals, and which questions those of answers are about."""
     if len(runs) == 1:
         return "A single seed, so there is no interval."
     small = "Small points: " + ("base models." if len({run.base for run in runs}) > 1 else "seeds.")
-    return f"Mean and 95% interval (Student's t) of paired differences over {describe_repeats(runs)}. {small}"
+    told = next((f", {questions_of(runs[0], one)}" for one in measures if one.answers), "")
+    return f"Mean and 95% interval (Student's t{told}) of paired differences over {describe_repeats(runs)}. {small}"
+
+
+def questions_of(run: Run, measure: Measure) -> str:
+    """Whether an interval of answers holds for other questions too, for which they have to be kept."""
+    return f"questions {'drawn' if isinstance(measure.metric(run), pd.Series) else 'fixed'}"
 
 
 def workload(run: Run) -> str:

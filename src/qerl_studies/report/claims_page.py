@@ -79,7 +79,7 @@ def verdict_table(name: str, scope: str, results: Sequence[ClaimResult], whose: 
     none = "" if shown else " No runs decide any of them."
     caption = (
         f"Verdicts on the claims of {whose}: {scope}.{none} Effects are means over n paired units with 95 % intervals "
-        f"(Student's t, not adjusted); verdicts are at {DIRECTION:g} over all claims (Holm)."
+        f"(Student's t, questions of answers drawn, not adjusted); verdicts at {DIRECTION:g} over all claims (Holm)."
     )
     columns = ("claim", "verdict", "contrast", "effect", "n")
     wide = (*columns[:4], "low", "high", "n", "unit", "p")
@@ -226,13 +226,20 @@ def _bases(claim: Claim, result: ContrastResult) -> str:
 
 
 def _matched(result: ContrastResult) -> list[str]:
-    """One line for each arm of each setting: the names of its runs, with their seeds in braces."""
+    """One line for each arm of each setting: the names of its runs, with seeds, and ends that differ, in braces."""
     lines = []
     for comparison in result.comparisons:
         for arm, runs in zip(result.contrast.arms, comparison.stratum.arms, strict=True):
             seeds = ",".join(map(str, sorted({seed for _, seed in runs})))
-            names = dict.fromkeys(run.name.replace(f"-s{seed}-", f"-s{{{seeds}}}-") for (_, seed), run in runs.items())
-            lines.append(f"{label_of(result)}, {comparison.label}, {arm.label}: {', '.join(names)}")
+            names: dict[str, dict[str, None]] = {}
+            for (_, seed), run in runs.items():
+                stem, _, end = run.name.replace(f"-s{seed}-", f"-s{{{seeds}}}-").rpartition("-")
+                names.setdefault(stem, {})[end] = None
+            told = [
+                f"{stem}-{{{','.join(ends)}}}" if len(ends) > 1 else f"{stem}-{min(ends)}"
+                for stem, ends in names.items()
+            ]
+            lines.append(f"{label_of(result)}, {comparison.label}, {arm.label}: {', '.join(told)}")
     return lines
 
 

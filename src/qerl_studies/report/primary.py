@@ -87,9 +87,9 @@ def primary_page(study: Sessions) -> str:
         heads = [
             "contrast",
             "difference",
-            "95 %, over bases",
-            "over questions too",
-            f"{100 * (1 - level):g} %, over bases",
+            "95 %, questions fixed",
+            "95 %, questions drawn",
+            f"{100 * (1 - level):g} %, questions fixed",
         ]
         heads += ["p (Holm)", "found with 80 %", ""]
         lines = [

@@ -289,7 +289,7 @@ def bases(study: Sessions) -> str:
             lines.append(["mean", session, *cells([fmean(column) if column else nan for column in columns])])
     lines.append(["mean", "", *cells([one.value for one in means])])
     intervals = zip(cells([one.low for one in means]), cells([one.high for one in means]), strict=True)
-    lines.append(["95 %", "", *(f"[{low}, {high}]" for low, high in intervals)])
+    lines.append(["95 %, questions fixed", "", *(f"[{low}, {high}]" for low, high in intervals)])
     note = (
         f"Per cent and points of accuracy. Left: {study.design.probe.questions} training questions before any training;"
         " damage is what a format costs. Right: held-out questions after training, one sample at the temperature of the"

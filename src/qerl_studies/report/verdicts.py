@@ -2,7 +2,8 @@
 
 Effects are in the unit of their measure, ratios as ratios; `margin` is the smallest one that matters, in the same unit.
 Studies with primary contrasts of their own have a record for each of these alone, from the last look that was reached,
-and none before the first. Left out: robustness checks, and claims without an effect.
+and none before the first. `questions` is the number that an interval draws, null if those that were asked are fixed.
+Left out: robustness checks, and claims without an effect.
 """
 
 from __future__ import annotations
