@@ -14,7 +14,7 @@ from qerl_core.checks import ConfigError
 from qerl_core.statistics import Estimate, mean_ci, mean_ci_crossed
 from qerl_studies.effects.estimate import effect_of, over_units
 from qerl_studies.effects.pairs import as_grid, differences, of_units
-from qerl_studies.effects.state import State, of_interval, of_look
+from qerl_studies.effects.state import WORDS, State, of_interval, of_look
 from qerl_studies.figures import paired
 from qerl_studies.runs.measure import ACCURACY
 
@@ -86,7 +86,7 @@ def test_what_is_no_pair_is_refused(arms: Any) -> None:
 
 @pytest.mark.parametrize(
     ("value", "of_pair", "of_contrast"),
-    [(0.05, "higher", "higher"), (-0.05, "lower", "lower"), (0.0, "within the margin", "negligible")],
+    [(0.05, "higher", "higher"), (-0.05, "lower", "lower"), (0.0, "no difference beyond the margin", "negligible")],
 )
 def test_one_interval_has_one_state(value: float, of_pair: str, of_contrast: str) -> None:
     estimate = Estimate(value, 0.001, 12, 11)
@@ -98,4 +98,13 @@ def test_one_interval_has_one_state(value: float, of_pair: str, of_contrast: str
 
 def test_a_small_effect_has_both_a_direction_and_a_size() -> None:
     small = of_interval(Estimate(-0.005, 0.001, 12, 11), 0.01)
-    assert small == State(direction=-1, within=True) and small.of_claim == "reversed but negligible"
+    assert small == State(direction=-1, within=True)
+    assert (small.of_claim, small.of_contrast, small.word) == (
+        "reversed but negligible", "lower", "opposite, within the margin"
+    )  # fmt: skip
+
+
+def test_each_state_has_one_of_five_words() -> None:
+    states = [State(1), State(-1, harm=True), State(within=True, untested="incomplete"), State(), State(untested="x")]
+    assert [one.word for one in states] == [*WORDS]
+    assert [one.of_claim for one in states[:4]] == ["supported", "harms", "negligible", "undecided"]

@@ -101,10 +101,17 @@ class ClaimResult:
     @property
     def verdict(self) -> str:
         """The word of the state; both words, each with its way of answering, if they differ."""
+        return self._told(lambda state: state.of_claim).replace("undecided", "open" if self.way else "undecided")
+
+    @property
+    def word(self) -> str:
+        """The same in the words of effects/state.py."""
+        return self._told(lambda state: state.word)
+
+    def _told(self, word: Callable[[State], str]) -> str:
         if not (self.way and self.greedy):
-            return self.state.of_claim
-        words = ["open" if word == "undecided" else word for word in (self.state.of_claim, self.greedy.state.of_claim)]
-        return f"{words[0]} {self.way}, {words[1]} greedy"
+            return word(self.state)
+        return f"{word(self.state)} {self.way}, {word(self.greedy.state)} greedy"
 
     @property
     def voting(self) -> list[ContrastResult]:

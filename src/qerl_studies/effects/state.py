@@ -1,6 +1,7 @@
 """What an interval or a test shows of an effect: the one place where numbers become a state, and a state a word.
 
 A state has a direction and a size, and both can be shown at once. Where no test was made it has a mode in their place.
+Its `word` is one of WORDS, the same on all pages. Verdicts keep the words of their protocols, and have it beside them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,16 @@ import math
 from dataclasses import dataclass
 
 from qerl_core.statistics import Estimate
+
+WORDS = {  # what each says of a claim of "more" or "less"; of a contrast without a claim, "more" stands for claimed
+    "supported": "the effect has the direction that is claimed",
+    "opposite": "the effect has the other direction",
+    "no difference beyond the margin": "the whole interval lies within the margin, the smallest effect that matters",
+    "not decided": "tested, and none of these is shown",
+    "not tested": "no test could be made: a gate failed, or runs are missing, which is named",
+}
+AND_SMALL = ", within the margin"  # behind a direction
+GATES = {"yes": "pass", "no": "fail", "neither": "open"}  # what was measured of a gate, in the words of pages
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,13 @@ class State:
         return bool(self.direction or self.within or not self.untested)
 
     @property
+    def word(self) -> str:
+        supported, opposite, same, undecided, untested = WORDS
+        if self.direction:
+            return (supported if self.direction > 0 else opposite) + AND_SMALL * self.within
+        return same if self.within else undecided if self.tested else untested
+
+    @property
     def of_claim(self) -> str:
         """The word of a claim's verdict."""
         if self.direction:
@@ -43,9 +61,9 @@ class State:
     @property
     def of_pair(self) -> str:
         """The word of any two arms, of which the size comes first."""
-        if self.within:
-            return "within the margin"
-        return {1: "higher", -1: "lower"}.get(self.direction) or self.untested or "open"
+        if self.direction and not self.within:
+            return "higher" if self.direction > 0 else "lower"
+        return State(within=self.within, untested=self.untested).word
 
 
 def of_interval(estimate: Estimate, margin: float) -> State:

@@ -81,10 +81,11 @@ def pass_at_k_curves(arms: Sequence[PlottedArm]) -> Figure:
             levels.plot(before.index, before.mean(axis=1), color=arm.shade, linewidth=1.0, linestyle="dashed", zorder=1)
             ends.append((float(after.iloc[-1].mean()), arm.label, arm.shade))
             if arm.control:
-                means = [over_units(_change(arm, k), "drawn") for k in after.index]
-                change.plot(after.index, [100 * one.value for one in means], color=arm.shade, linewidth=1.0)
+                shared = after.index.intersection(pass_curve(arm.control[0]).index)
+                means = [over_units(_change(arm, k), "drawn") for k in shared]
+                change.plot(shared, [100 * one.value for one in means], color=arm.shade, linewidth=1.0)
                 band = np.array([[100 * one.low, 100 * one.high] for one in means]).T
-                change.fill_between(after.index.to_numpy(), *band, color=arm.shade, alpha=0.2, linewidth=0)
+                change.fill_between(shared.to_numpy(), *band, color=arm.shade, alpha=0.2, linewidth=0)
         change.axhspan(-MARGIN, MARGIN, color=BAND, linewidth=0, zorder=0)
         change.axhline(0, color=GRAY, linewidth=0.7, zorder=1)
         for ax, title in ((levels, "pass@k"), (change, "minus the control, points")):
@@ -107,13 +108,14 @@ def pass_at_k_curves(arms: Sequence[PlottedArm]) -> Figure:
 def passed(run: Run, k: int, step: int | None = None) -> pd.Series:
     """pass@k of each held-out question at an evaluated step, the last if None; unbiased."""
     chosen = _sampled(run, step)
-    found = [found_among(k, max(chosen["samples"]), right) for right in chosen["correct"].tolist()]
+    samples = int(chosen["samples"].max())
+    found = [found_among(k, samples, right) for right in chosen["correct"].tolist()]
     return pd.Series(found, index=chosen["question"])
 
 
 def pass_curve(run: Run, step: int | None = None) -> pd.Series:
     """pass@k of the held-out questions for k = 1, 2, 4, ... at an evaluated step, the last if None."""
-    samples = max(_sampled(run, step)["samples"])
+    samples = int(_sampled(run, step)["samples"].max())
     sizes = [2**power for power in range(int(math.log2(samples)) + 1)]
     return pd.Series({k: fmean(passed(run, k, step)) for k in sizes})
 

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from qerl_core.statistics import Estimate, holm
+from qerl_studies.claims.measures import NOISY_ENTROPY
+from qerl_studies.claims.preconditions import LEVEL
+from qerl_studies.design.gates import blocked, gates, override
 from qerl_studies.design.looks import counted, looks_reached
 from qerl_studies.design.primary import MEASURES, Primary
 from qerl_studies.design.sessions import Sessions
@@ -32,10 +35,17 @@ class Looked:
     over_questions: Estimate
     p: float
     state: State
+    failed: tuple[str, ...]  # gates that keep it from being tested by the rules of today
 
     @property
     def verdict(self) -> str:
         return self.state.of_contrast
+
+    @property
+    def exploratory(self) -> str:
+        """What the rules of today say otherwise than the protocol, which did not ask these gates."""
+        untested = State(untested="not testable here").word
+        return f"exploratory, by the gates of today: {untested}, {'; '.join(self.failed)}" if self.failed else ""
 
 
 def differences(study: Sessions, primary: Primary, contrast: str, bases: Sequence[int]) -> np.ndarray:
@@ -62,9 +72,27 @@ def look(study: Sessions, primary: Primary, count: int) -> list[Looked]:
             over_units(tables[name], "drawn"),
             p,
             of_look(estimates[name], p, primary.looks[count], primary.margin if last else None),
+            failed_gates(study, primary.contrasts[name], bases),
         )
         for name, p in zip(estimates, adjusted.tolist(), strict=True)
     ]
+
+
+def failed_gates(study: Sessions, pair: tuple[str, str], bases: Sequence[int]) -> tuple[str, ...]:
+    """Those that stop one of two arms, as these bases have them, and `acts`: noise that the first alone has must raise
+    the entropy of its sampler. Gates that the study overrode stop nothing.
+    """
+    runs = {cell: run for cell, run in study.runs.items() if cell[1] in bases}
+    results = gates(study.design, [study.probes[base] for base in bases], runs)
+    stopped = blocked(override(results, study.overridden))
+    failed = list(dict.fromkeys(gate for arm in pair for gate in stopped.get(arm, ())))
+    noises = {arm.name: study.design.option(arm, "aqn")["name"] for arm in study.design.arms if arm.name in pair}
+    if noises[pair[0]] != noises[pair[1]] == "none":
+        arms = [_cells(study, arm, bases) for arm in pair]
+        found = over_units(of_units(arms, NOISY_ENTROPY.averaged).to_numpy(), "fixed")
+        if not found.p_above(0.0) <= LEVEL:
+            failed.append(f"acts ({NOISY_ENTROPY.name} {NOISY_ENTROPY.estimate_text(found)})")
+    return tuple(failed)
 
 
 def primary_page(study: Sessions) -> str:
@@ -91,7 +119,7 @@ def primary_page(study: Sessions) -> str:
             "95 %, questions drawn",
             f"{100 * (1 - level):g} %, questions fixed",
         ]
-        heads += ["p (Holm)", "found with 80 %", ""]
+        heads += ["p (Holm)", "found with 80 %", "verdict", "in one vocabulary"]
         lines = [
             [
                 f"{one.name}: {' - '.join(primary.contrasts[one.name])}",
@@ -101,6 +129,7 @@ def primary_page(study: Sessions) -> str:
                 f"{one.p:.3f}",
                 measure.size_text(one.over_bases.detectable(level / 2, POWER)),
                 one.verdict,
+                "; ".join(filter(None, (one.state.word, one.exploratory))),
             ]
             for one in look(study, primary, count)
         ]

@@ -27,6 +27,7 @@ from qerl_studies.design.primary import MEASURES, Primary
 from qerl_studies.design.protocol import protocol_commit
 from qerl_studies.design.sessions import Sessions, study_of
 from qerl_studies.effects.estimate import Effect
+from qerl_studies.effects.state import GATES
 from qerl_studies.report.primary import differences, level_of, look
 from qerl_studies.report.sessions import judged, read_once
 from qerl_studies.runs.committed import SETTINGS
@@ -111,7 +112,7 @@ def _described(folder: Path, sessions: Sessions | None, runs: Sequence[Run]) -> 
         "released": any("id" in run.config["model"] for run in runs),
         "code": sorted({run.code for run in runs}),
         "machines": sorted({run.block for run in runs}),
-        "gates": {one.gate: one.word for one in passed},
+        "gates": {one.gate: GATES.get(one.word, one.word) for one in passed},
         "protocol_commit": protocol_commit(folder),
     }
 
@@ -146,6 +147,7 @@ def _record(
         "greedy": _estimate(measure, greedy.whole) if greedy else None,
         "bases": _bases(measure, primary, effect),
         "verdict": result.verdict,
+        "word": result.word,
         "reason": contrast.reason or result.reason,
     }
 
@@ -227,7 +229,8 @@ def _primary_records(study: str, seen: Sessions, primary: Primary) -> Iterator[R
                 for base, effect in zip(bases, effects, strict=True)
             ],
             "verdict": one.verdict,
-            "reason": "",
+            "word": one.state.word,
+            "reason": one.exploratory,
         }
 
 
