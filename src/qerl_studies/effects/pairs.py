@@ -92,12 +92,11 @@ def differences(
     return sum(others, first_table)
 
 
-def of_units(arms: Sequence[Arm | Sequence[Run]], number: Number, **told: bool) -> pd.DataFrame:
-    """`differences` of two arms with the seeds of each base averaged: a column per base, or per seed of the only base.
-
-    `told` are its `by_step` and `any_machine`.
-    """
-    return average_seeds(differences(arms, number, **told))
+def of_units(
+    arms: Sequence[Arm | Sequence[Run]], number: Number, by_step: bool = False, any_machine: bool = False
+) -> pd.DataFrame:
+    """`differences` of two arms, the seeds of each base averaged: a column per base, or per seed of the only base."""
+    return average_seeds(differences(arms, number, MINUS, by_step, any_machine))
 
 
 def as_grid(table: pd.DataFrame) -> np.ndarray:

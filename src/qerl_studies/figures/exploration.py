@@ -108,14 +108,14 @@ def pass_at_k_curves(arms: Sequence[PlottedArm]) -> Figure:
 def passed(run: Run, k: int, step: int | None = None) -> pd.Series:
     """pass@k of each held-out question at an evaluated step, the last if None; unbiased."""
     chosen = _sampled(run, step)
-    samples = int(chosen["samples"].max())
+    samples = max(chosen["samples"].tolist())
     found = [found_among(k, samples, right) for right in chosen["correct"].tolist()]
     return pd.Series(found, index=chosen["question"])
 
 
 def pass_curve(run: Run, step: int | None = None) -> pd.Series:
     """pass@k of the held-out questions for k = 1, 2, 4, ... at an evaluated step, the last if None."""
-    samples = int(_sampled(run, step)["samples"].max())
+    samples = max(_sampled(run, step)["samples"].tolist())
     sizes = [2**power for power in range(int(math.log2(samples)) + 1)]
     return pd.Series({k: fmean(passed(run, k, step)) for k in sizes})
 
@@ -124,7 +124,9 @@ def _sampled(run: Run, step: int | None) -> pd.DataFrame:
     rows = run.answer_counts()
     assert rows is not None
     last = run.option("steps") if step is None else step
-    return rows[(rows["mode"] == "sampled") & (rows["step"] == last)]
+    chosen = rows[(rows["mode"] == "sampled") & (rows["step"] == last)]
+    assert isinstance(chosen, pd.DataFrame)
+    return chosen
 
 
 def _change(arm: PlottedArm, k: int) -> np.ndarray:
