@@ -175,7 +175,7 @@ def verdicts() -> dict[str, dict[str, list[str]]]:
 
 def _said(text: str) -> Iterator[tuple[str, str]]:
     """The title and verdict in each row of a table, of QeRL's claims and of other families."""
-    yield from re.findall(r"^\| \d+\. (.*): \*\*(.*?)\*\* \|", text, flags=re.M)
+    yield from re.findall(r"^\| \d+\. (.*): \*\*(.*?)\*\*(?: \([^|]*\))? \|", text, flags=re.M)
     yield from re.findall(r"^\| [^|]*\) \| ([^|]*) \| `[^|]*` \| \*\*(.*?)\*\*", text, flags=re.M)
 
 

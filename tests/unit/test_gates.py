@@ -130,7 +130,7 @@ def test_good_bases_pass_and_a_failed_gate_stops_the_arms_that_need_it(design: D
         "rise of entropy",
         "KL",
     }
-    assert render(told).count("**no**, overridden") == 4
+    assert render(told).count("**fail**, overridden") == 4
     assert sum(row["overridden"] for row in json.loads(to_json(told, {}))["gates"]) == 4
     assert results(design, probes(design, sigma=None))["KL, nats, bf16-noise"].passed is False
     hopeless = probes(design)

@@ -64,7 +64,10 @@ def test_it_is_judged_and_shown_beside_the_others(tmp_path: Path) -> None:
     (result,) = evaluate_claims([mine], load_runs([ASSETS]))
     (primary,) = [one.primary for one in result.voting]
     assert primary is not None and primary.effect is not None and primary.effect.whole.n == 2
-    assert f"| 14. Ten steps are enough: **{result.verdict}** | nvfp4 - bf16 | ×" in (out / "claims.md").read_text()
+    assert (
+        f"| 14. Ten steps are enough: **{result.verdict}** ({result.word}) | nvfp4 - bf16 | ×"
+        in (out / "claims.md").read_text()
+    )
 
 
 def test_a_family_of_ones_own_has_a_table_and_no_run_yet(tmp_path: Path) -> None:
@@ -76,7 +79,7 @@ def test_a_family_of_ones_own_has_a_table_and_no_run_yet(tmp_path: Path) -> None
     assert row.startswith(
         "| Somebody (arXiv 2700.00001) | Ten steps are enough | `python src/run.py experiment=tiny/main"
     )
-    assert row.endswith("| **incomplete**: no runs | - |")
+    assert row.endswith("| **incomplete** (not tested): no runs | - |")
 
 
 def test_families_are_corrected_by_themselves(tmp_path: Path) -> None:

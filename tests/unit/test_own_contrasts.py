@@ -85,7 +85,7 @@ def test_the_numbers_of_a_contrast_are_those_of_its_runs() -> None:
     }
     gap = sum(values["nvfp4", seed] - values["bf16", seed] for seed in (0, 1)) / 2
     text, word = row["cells"][place]
-    assert row["pairs"] == 2 and float(text.split()[0]) == pytest.approx(gap, abs=6e-4) and word == "open"
+    assert row["pairs"] == 2 and float(text.split()[0]) == pytest.approx(gap, abs=6e-4) and word == "not decided"
     assert [one.name for one in drawn_arms(group_by_setting(runs))] == sorted(
         f"{noise} {quant}" for noise in ("exp", "none") for quant in ("bf16", "nvfp4")
     )
@@ -93,8 +93,8 @@ def test_the_numbers_of_a_contrast_are_those_of_its_runs() -> None:
 
 @pytest.mark.parametrize(
     ("value", "error", "margin", "word"),
-    [(0.5, 0.01, 0.1, "higher"), (-0.5, 0.01, 0.1, "lower"), (0.01, 0.01, 0.1, "within the margin"),
-     (0.01, 0.1, 0.1, "open"), (0.5, 0.01, 0.0, "higher"), (0.5, math.nan, 0.1, "no interval")],
+    [(0.5, 0.01, 0.1, "higher"), (-0.5, 0.01, 0.1, "lower"), (0.01, 0.01, 0.1, "no difference beyond the margin"),
+     (0.01, 0.1, 0.1, "not decided"), (0.5, 0.01, 0.0, "higher"), (0.5, math.nan, 0.1, "not tested")],
 )  # fmt: skip
 def test_a_word_follows_from_the_interval(value: float, error: float, margin: float, word: str) -> None:
     assert in_a_word(Estimate(value, error, 9, 8), margin) == word

@@ -20,7 +20,7 @@ from qerl_studies.design.design import read_design
 from qerl_studies.design.looks import at_last_look, counted
 from qerl_studies.design.primary import Primary
 from qerl_studies.design.sessions import Sessions, read_study
-from qerl_studies.report import sessions
+from qerl_studies.report import primary, sessions
 from qerl_studies.report.primary import look, primary_page
 from qerl_studies.report.secondary import secondary_page
 from qerl_studies.report.sessions import contents, main, read_once, shown_on_page
@@ -54,6 +54,13 @@ def study_of(effects: dict[str, list[float]], **changed: Any) -> Any:
     design = SimpleNamespace(bases=tuple(range(6)), seeds=(0,), primary=primary)
     sessions = {"session_of": {base: "a session" for _, base, _ in runs}, **changed}
     return SimpleNamespace(design=design, runs=runs, **sessions)
+
+
+@pytest.fixture(autouse=True)
+def no_gates_of_made_up_studies(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = primary.failed_gates
+    made_up = lambda study, *rest: () if isinstance(study, SimpleNamespace) else asked(study, *rest)  # noqa: E731
+    monkeypatch.setattr(primary, "failed_gates", made_up)
 
 
 NOISY = [0.05, 0.06, 0.04, 0.055, 0.2, 0.2]
@@ -128,6 +135,14 @@ def test_the_first_look_of_the_larger_model_is_as_it_was_made() -> None:
     assert sorted(counted(real, real.design.primary).bases[:8]) == [1, 2, 3, 4, 5, 6, 7, 9]
     noise, format_ = look(real, real.design.primary, 8)
     assert f"{100 * noise.over_bases.value:+.2f} {100 * format_.over_bases.value:+.2f}" == "+0.14 -2.85"
+
+
+def test_a_gate_that_the_protocol_did_not_ask_stands_beside_its_word() -> None:
+    """Noise that was not shown to raise the entropy of the 0.5B tests nothing; that of the 1.5B does."""
+    noise, format_ = look(small := read_once(REAL / "05b"), small.design.primary, 12)
+    assert (noise.verdict, noise.state.word, format_.exploratory) == ("open", "not decided", "")
+    assert re.match(r"exploratory.* not tested, acts \(entropy .* ×1\.045 \[×0\.982, ×1\.112\]\)", noise.exploratory)
+    assert not look(large := read_once(REAL / "15b"), large.design.primary, 12)[0].failed
 
 
 def test_all_pages_see_the_bases_of_the_last_look_alone() -> None:

@@ -17,7 +17,7 @@ from scipy import stats as scipy_stats
 
 from qerl_core.checks import ConfigError
 from qerl_core.statistics import Estimate, holm, mean_ci, mean_ci_crossed
-from qerl_studies.claims.estimate import over_bases
+from qerl_studies.effects.estimate import over_bases
 from qerl_studies.runs.measure import area_under_curve, steps_to_threshold
 from qerl_studies.runs.resampling import (
     interquartile_mean,

@@ -79,7 +79,8 @@ def test_a_study_with_primary_contrasts_has_records_of_its_last_look_alone() -> 
         page = (real / record["study"] / "results/primary.md").read_text().rpartition("## ")[2]
         (row,) = (line for line in page.splitlines() if f": {record['contrast']} |" in line)
         assert f"| {record['effect']:+.2f} | [{record['low']:+.2f}, {record['high']:+.2f}] |" in row
-        assert row.endswith(f"| {record['verdict']} |") and record["paper"] is None
+        told = "; ".join(filter(None, (record["word"], record["reason"])))
+        assert row.endswith(f"| {record['verdict']} | {told} |") and record["paper"] is None
         assert fmean(base["effect"] for base in record["bases"]) == pytest.approx(record["effect"], rel=1e-4)
         assert all(f"{arm['label']} {arm['level']:.4g}" in page for arm in record["arms"])
 

@@ -236,7 +236,7 @@ def budget_of(options: Namespace, key: str, arms: Sequence[Mapping[str, Any]]) -
         run_minutes = run_minutes or median(walls) / 60
         for one in own_contrasts(group_by_setting(runs)):
             common = sorted(one.treated.by_cell.keys() & one.control.by_cell.keys())
-            found = paired(one.treated.by_cell, one.control.by_cell, common, "eval", "eval/accuracy_sampled")
+            found = paired(one.treated.by_cell, one.control.by_cell, common, "eval", "eval/accuracy_sampled", "fixed")
             if one.factor == factor_of(key) and len(common) > 1 and found is not None and found.stderr > 0:
                 spreads.append(100 * found.stderr * math.sqrt(found.n))
         sd = max(spreads, default=sd)

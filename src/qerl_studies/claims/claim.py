@@ -9,16 +9,16 @@ from typing import Literal
 
 from qerl_core.checks import check_fields, count, flag, one_of, require, text
 from qerl_core.statistics import Estimate
-from qerl_studies.claims.estimate import Comparison, Effect
+from qerl_studies.claims.estimate import Comparison
 from qerl_studies.claims.match import Contrast, Filter, confounders
 from qerl_studies.claims.preconditions import Gate
+from qerl_studies.effects.estimate import Effect
+from qerl_studies.effects.state import State
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import Measure
 
 NO_RUNS = "no runs"
 Status = Literal["not testable here", "incomplete"]
-# A verdict is supported, reversed or harms, "but negligible" if it is small too; negligible, undecided or a Status; or
-# two of them, each with its way of answering.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +89,29 @@ class ClaimResult:
 
     claim: Claim
     contrasts: tuple[ContrastResult, ...]
-    verdict: str
+    state: State
     reason: str
     p_direction: float = math.nan
     p_within: float = math.nan
     detectable: float = math.nan  # smallest effect found with a power of 80 %, at the strictest level of Holm's method
     needed: int | None = None  # units, bases or seeds, with which an effect of one margin would be found so
     greedy: ClaimResult | None = None  # the same claim about greedy answers, if it is about sampled ones
+    way: str = ""  # of sampling answers, where greedy ones have another verdict
+
+    @property
+    def verdict(self) -> str:
+        """The word of the state; both words, each with its way of answering, if they differ."""
+        return self._told(lambda state: state.of_claim).replace("undecided", "open" if self.way else "undecided")
+
+    @property
+    def word(self) -> str:
+        """The same in the words of effects/state.py."""
+        return self._told(lambda state: state.word)
+
+    def _told(self, word: Callable[[State], str]) -> str:
+        if not (self.way and self.greedy):
+            return word(self.state)
+        return f"{word(self.state)} {self.way}, {word(self.greedy.state)} greedy"
 
     @property
     def voting(self) -> list[ContrastResult]:

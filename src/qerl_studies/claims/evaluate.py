@@ -35,6 +35,7 @@ from qerl_studies.claims.claim import NO_RUNS, Claim, ClaimResult, ContrastResul
 from qerl_studies.claims.estimate import compare
 from qerl_studies.claims.exploration import why_only_harm
 from qerl_studies.claims.match import Contrast, Stratum, match
+from qerl_studies.effects.state import State
 from qerl_studies.runs.load import Run
 
 DIRECTION = 0.05  # level of the two-sided tests of direction, over all claims of a model and task
@@ -84,20 +85,22 @@ def _judged(claims: Sequence[Claim], tested: Sequence[tuple[ContrastResult, ...]
 
 def _of_harm(result: ClaimResult, only_harm: str) -> ClaimResult:
     """What may be said where nothing shows that exploration can pay: help, or harm and its size; no lack of help."""
-    first, *size = result.verdict.split(" ")
-    word = {"reversed": " ".join(["harms", *size]), "negligible": "not testable here"}.get(first)
-    if word is None:
-        return replace(result, verdict=result.verdict.removesuffix(" but negligible"))
-    return replace(result, verdict=word, reason="; ".join(filter(None, (result.reason, only_harm))))
+    state = result.state
+    if state.direction > 0:
+        return replace(result, state=replace(state, within=False))
+    if state.direction < 0:
+        told = replace(state, harm=True)
+    elif state.within:
+        told = State(untested="not testable here")
+    else:
+        return result
+    return replace(result, state=told, reason="; ".join(filter(None, (result.reason, only_harm))))
 
 
 def _by_ways(sampled: ClaimResult, greedy: ClaimResult) -> ClaimResult:
     """The verdict with both words, if both ways of answering can be judged and they differ."""
-    words = (sampled.verdict, greedy.verdict)
-    if words[0] == words[1] or {"not testable here", "incomplete"} & {*words}:
-        return replace(sampled, greedy=greedy)
-    said = ["open" if word == "undecided" else word for word in words]
-    return replace(sampled, verdict=f"{said[0]} {_how_sampled(sampled)}, {said[1]} greedy", greedy=greedy)
+    differ = sampled.state.tested and greedy.state.tested and sampled.verdict != greedy.verdict
+    return replace(sampled, greedy=greedy, way=_how_sampled(sampled) if differ else "")
 
 
 def _how_sampled(result: ClaimResult) -> str:
@@ -211,23 +214,15 @@ def _verdict(
     counts = [effect.repetitions_needed(margin, level) for effect in directed]
     needed = max((count for count in counts if count), default=None) if None not in counts else None
     failed = [result for result in results if result.contrast.votes and result.status]
-    small = within <= SMALLNESS
-    verdict = "undecided"
-    reason = ""
-    if direction <= DIRECTION and as_claimed:
-        verdict = "supported but negligible" if small else "supported"
-    elif direction <= DIRECTION:
-        verdict = "reversed but negligible" if small else "reversed"
-    elif small:
-        verdict = "negligible"
-    elif failed:
+    untested, reason = ("incomplete", NO_RUNS) if math.isnan(direction) else ("", "")
+    if failed:
         statuses = {result.status for result in failed}
-        verdict = "not testable here" if "not testable here" in statuses else "incomplete"
-        reason = "; ".join(dict.fromkeys(result.reason for result in failed if result.status == verdict))
-    elif math.isnan(direction):
-        verdict, reason = "incomplete", NO_RUNS
-    enough = all if verdict == "supported" else any
-    beyond_margin = enough(min(e.p_above(margin), e.p_below(-margin)) <= SMALLNESS for e in effects)
-    if verdict in ("supported", "reversed") and claim.expected != "same" and not beyond_margin:
-        reason = "whether by as much as the margin is open"
-    return ClaimResult(claim, results, verdict, reason, float(direction), float(within), detectable, needed)
+        untested = "not testable here" if "not testable here" in statuses else "incomplete"
+        reason = "; ".join(dict.fromkeys(result.reason for result in failed if result.status == untested))
+    state = State((1 if as_claimed else -1) * int(direction <= DIRECTION), bool(within <= SMALLNESS), untested)
+    if state.direction or state.within:
+        enough = all if state.direction > 0 else any
+        beyond = enough(min(e.p_above(margin), e.p_below(-margin)) <= SMALLNESS for e in effects)
+        open_size = claim.expected != "same" and not state.within and not beyond
+        reason = "whether by as much as the margin is open" if open_size else ""
+    return ClaimResult(claim, results, state, reason, float(direction), float(within), detectable, needed)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from qerl_studies.effects.pairs import mixed_machines
 from qerl_studies.runs.load import Cell, Run
 from qerl_studies.runs.settings import group_by_setting, missing_runs
 
@@ -104,11 +105,7 @@ class Stratum:
     @property
     def mixed_machines(self) -> list[str]:
         """Machines and library versions that differ between the arms in some cell; empty if every pair has one."""
-        mixed: dict[str, None] = {}
-        for cell in self.cells:
-            blocks = dict.fromkeys(arm[cell].block for arm in self.arms if cell in arm)
-            mixed |= blocks if len(blocks) > 1 else {}
-        return list(mixed)
+        return mixed_machines(self.arms)
 
 
 def match(contrast: Contrast, where: Sequence[Filter], runs: Iterable[Run]) -> list[Stratum]:

@@ -6,7 +6,8 @@
 First the numbers that one looks at first, even if both arms have the same, then these by step, then all others that
 differ. Numbers of training are means over the last fifth of the steps, those of evaluations the last ones. Differences
 are taken between runs of one base model and seed; their 95 % interval is Student's t over bases, or over the seeds of
-one base. Of a single pair only held-out accuracies have an interval, over questions.
+one base, and of held-out accuracies whose answers were kept for other questions too. Of a single pair only these have
+an interval, over questions.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ from statistics import fmean, median
 from qerl_core.checks import require
 from qerl_core.statistics import Estimate
 from qerl_studies.claims.claim import ClaimResult
-from qerl_studies.claims.estimate import Effect
 from qerl_studies.claims.evaluate import DIRECTION, evaluate_claims
 from qerl_studies.claims.registry import QERL, families, with_own_folders
 from qerl_studies.design.looks import shown_runs
+from qerl_studies.effects.estimate import Effect
 from qerl_studies.runs.comparable import load_runs
 from qerl_studies.runs.script import parser_for
 from qerl_studies.runs.settings import by_scope

@@ -34,6 +34,7 @@ from qerl_studies.design.readings import (
     mixed_groups,
     pass_at,
 )
+from qerl_studies.effects.state import GATES
 from qerl_studies.runs.load import Run
 from qerl_studies.tables.markdown import markdown_table
 
@@ -210,13 +211,16 @@ def render(results: Sequence[Result]) -> str:
         interval = "-" if math.isnan(one.low) else f"[{one.low:.4g}, {one.high:.4g}]"
         value = "-" if math.isnan(one.value) else f"{one.value:.4g}"
         meeting = "-" if not one.bases or one.limit == "none" else f"{one.meeting} of {one.bases}"
-        word = f"**{one.word}**" if one.fails else one.word
+        shown = GATES.get(one.word, one.word)
+        word = f"**{shown}**" if one.fails else shown
         harm_only = one.gate.startswith("control of exploration") and one.word != "yes"
         other = "harm can be shown, a lack of help cannot" if harm_only else "-"
         stops = f"stops {', '.join(one.stops)}" if one.stops else other
         told = f"{word}, overridden" if one.overridden else word
         rows.append([one.gate, one.limit, value, interval, meeting, told, stops])
-    return markdown_table(["gate", "limit", "measured", "interval", "bases that meet it", "passed", "else"], rows)
+    return markdown_table(
+        ["gate", "limit", "measured", "95 %, questions fixed", "bases that meet it", "word", "else"], rows
+    )
 
 
 def to_json(results: Sequence[Result], blocked_arms: Mapping[str, list[str]]) -> str:

@@ -11,9 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from qerl_core.checks import require
+from qerl_studies.effects.pairs import mean_of_runs
 from qerl_studies.figures.effects import draw_dots, draw_effect, margin_note, mark_notes, plotted_arm
 from qerl_studies.figures.labels import sigma_by_step
-from qerl_studies.figures.paired import interval_note, mean_of_runs
+from qerl_studies.figures.paired import interval_note
 from qerl_studies.figures.style import (
     BAND,
     GRAY,
@@ -118,7 +119,7 @@ def plot_against(
             label_ends(top, ends)
         note = f"Top: means (axes not from 0). Bottom: each {minus}; formats at one value stand side by side."
         diverged = mark_notes([*arms.values()], measures)[-1]
-        caption(figure, *notes, note, interval_note(settings[0].runs), margin_note(measures), diverged)
+        caption(figure, *notes, note, interval_note(settings[0].runs, measures), margin_note(measures), diverged)
     return figure
 
 

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from qerl_core.checks import require
+from qerl_studies.effects.pairs import average_seeds, by_cell
 from qerl_studies.figures.effects import label_rows
-from qerl_studies.figures.paired import average_seeds, by_cell
 from qerl_studies.figures.style import (
     GRAY,
     TEXT_WIDTH,

@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 
 from qerl_core.checks import require
 from qerl_core.statistics import Estimate, mean_ci_crossed
-from qerl_studies.figures.paired import average_seeds, by_cell
+from qerl_studies.effects.pairs import average_seeds, by_cell
 from qerl_studies.figures.run import mean_and_band, moving_average
 from qerl_studies.figures.style import OTHER_COLORS, caption, label_axes, label_ends, panels, paper_style
 from qerl_studies.runs.load import Run

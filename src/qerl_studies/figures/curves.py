@@ -17,10 +17,11 @@ from matplotlib.ticker import MaxNLocator
 
 from qerl_core.checks import require
 from qerl_core.statistics import mean_ci
+from qerl_studies.effects.pairs import average_seeds, by_cell, of_units
 from qerl_studies.figures.effects import PlottedArm, plotted_arm
 from qerl_studies.figures.labels import label_settings, noise_text
 from qerl_studies.figures.paired import ENTROPY as ENTROPY_MEAN
-from qerl_studies.figures.paired import REWARD_MEAN, average_seeds, by_cell, differences, effect, effect_text
+from qerl_studies.figures.paired import REWARD_MEAN, effect, effect_text
 from qerl_studies.figures.style import (
     BAND,
     FULL_WIDTH,
@@ -114,7 +115,7 @@ def _limits(pairs: Sequence[PlottedArm], curve: Curve) -> tuple[float, float]:
     margin = curve.summary.margin
     values = [-1.3 * margin, 1.3 * margin]
     for one in pairs:
-        points = differences(one.runs, one.control, curve.of_run)
+        points = of_units([one.runs, one.control], curve.of_run, by_step=True)
         values += points.mean(axis=1).agg(["min", "max"]).tolist()
         if points.shape[1] > 2:
             bands = [mean_ci(row) for row in points.to_numpy()]
@@ -127,7 +128,7 @@ def _limits(pairs: Sequence[PlottedArm], curve: Curve) -> tuple[float, float]:
 def _difference(ax: Axes, one: PlottedArm, curve: Curve, low: float, high: float) -> bool:
     """Draw one panel; return whether its band is cut off."""
     shown = curve.summary.on_axis
-    points = differences(one.runs, one.control, curve.of_run)
+    points = of_units([one.runs, one.control], curve.of_run, by_step=True)
     means = [mean_ci(row) for row in points.to_numpy()]
     ax.axhspan(shown(-curve.summary.margin), shown(curve.summary.margin), color=BAND, linewidth=0, zorder=0)
     ax.axhline(0, color=GRAY, linewidth=0.7, zorder=1, label="_control")

@@ -9,10 +9,11 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from qerl_core.statistics import mean_ci
+from qerl_studies.effects.estimate import over_units
+from qerl_studies.effects.pairs import of_units
 from qerl_studies.figures.effects import PlottedArm
-from qerl_studies.figures.exploration import MARGIN, pass_curve
-from qerl_studies.figures.paired import differences, interval_note
+from qerl_studies.figures.exploration import MARGIN, passed
+from qerl_studies.figures.paired import SAMPLED, interval_note
 from qerl_studies.figures.style import BAND, FULL_WIDTH, GRAY, caption, panels, paper_style
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import last_fifth_mean, mean_between
@@ -43,8 +44,8 @@ def dose_response(arms: Sequence[PlottedArm]) -> Figure:
             means = []
             for arm in arms:
                 found, at = response(arm), _dose(arm)
-                estimate = mean_ci(found)
-                shown = np.array([estimate.value, estimate.low, estimate.high, *found])
+                estimate = over_units(found, "drawn")
+                shown = np.array([estimate.value, estimate.low, estimate.high, *found.mean(axis=0)])
                 mean, low, high, *points = 100 * (np.expm1(shown) if ratio else shown)
                 ax.plot([at] * len(points), points, ".", color=arm.shade, alpha=0.4, markersize=3.5)
                 ax.errorbar(
@@ -65,7 +66,7 @@ def dose_response(arms: Sequence[PlottedArm]) -> Figure:
         caption(
             figure,
             "An arm minus its control, against the KL of its sampler and its trainer over the second tenth of the "
-            f"steps. {interval_note(arms[0].runs)} Grey: ±{MARGIN:g} point of accuracy.",
+            f"steps. {interval_note(arms[0].runs, [SAMPLED])} Grey: ±{MARGIN:g} point of accuracy.",
         )
     return figure
 
@@ -76,10 +77,10 @@ def _dose(arm: PlottedArm) -> float:
 
 
 def _log_entropies(arm: PlottedArm, metric: Callable[[Run], float]) -> np.ndarray:
-    """Logarithms of the ratio of entropies, by base."""
-    return differences(arm.runs, arm.control, lambda run: float(np.log(metric(run)))).to_numpy()[0]
+    """Logarithms of the ratio of entropies: (1, bases)."""
+    return of_units([arm.runs, arm.control], lambda run: float(np.log(metric(run)))).to_numpy()
 
 
 def _accuracies(arm: PlottedArm, k: int) -> np.ndarray:
-    """Differences of pass@k, by base."""
-    return differences(arm.runs, arm.control, pass_curve).loc[k].to_numpy()
+    """Differences of pass@k: (questions, bases)."""
+    return of_units([arm.runs, arm.control], partial(passed, k=k)).to_numpy()

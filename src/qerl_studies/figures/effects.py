@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from qerl_studies.claims.preconditions import LOST, diverged
-from qerl_studies.figures.paired import average_seeds, by_cell, effect, interval_note, level
+from qerl_studies.effects.pairs import average_seeds, by_cell
+from qerl_studies.figures.paired import effect, interval_note, level
 from qerl_studies.figures.style import BAND, FULL_WIDTH, GRAY, caption, color, panels, paper_style, small
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import Measure
@@ -117,7 +118,7 @@ def mark_notes(arms: Sequence[PlottedArm], measures: Sequence[Measure], levels: 
     most = max((arm for arm in reversed(arms) if arm.runs), key=lambda arm: bases[arm.label])
     fewer = [f"{number} for {label}" for label, number in bases.items() if number < bases[most.label]]
     return [
-        interval_note(most.runs),
+        interval_note(most.runs, measures),
         f"Fewer, {', '.join(fewer)}." if fewer else "",
         "Numbers: each arm's own mean." if levels else "",
         "Filled: with noise, hollow: without." if mixed else "",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from statistics import fmean
 
@@ -12,11 +12,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qerl_core.statistics import found_among, mean_ci
+from qerl_core.statistics import found_among
 from qerl_studies.design.readings import pass_at
 from qerl_studies.design.sessions import Sessions
+from qerl_studies.effects.estimate import over_units
+from qerl_studies.effects.pairs import average_seeds, by_cell, of_units
 from qerl_studies.figures.effects import PlottedArm
-from qerl_studies.figures.paired import ENTROPY, SAMPLED, average_seeds, by_cell, differences
+from qerl_studies.figures.paired import ENTROPY, SAMPLED
 from qerl_studies.figures.style import (
     BAND,
     FULL_WIDTH,
@@ -32,7 +34,6 @@ from qerl_studies.runs.load import Run
 from qerl_studies.runs.settings import describe_repeats
 
 MARGIN = SAMPLED.on_axis(SAMPLED.margin)  # points of accuracy
-Points = Sequence[tuple[float, float]]  # change of entropy in per cent, of accuracy in points, by base
 
 
 def entropy_and_accuracy(study: Sessions, arms: Sequence[PlottedArm]) -> Figure:
@@ -48,11 +49,11 @@ def entropy_and_accuracy(study: Sessions, arms: Sequence[PlottedArm]) -> Figure:
         figure, axes = panels(rows, 2, 2.3 * rows, FULL_WIDTH, sharex="row")
         for ax, k in zip(axes[0], (1, most), strict=True) if formats else ():
             for quant in formats:
-                _scatter(ax, _before(study, reference, quant, k), quant.upper(), color(quant))
+                _before(ax, study, reference, quant, k)
             _label(ax, f"base, pass@{k}", "entropy of the base, difference in %")
         for ax, k in zip(axes[-1], (1, arms[0].runs[0].option("eval.samples")), strict=True):
             for arm in arms:
-                _scatter(ax, _after(arm, k), arm.label, arm.shade)
+                _after(ax, arm, k)
             _label(ax, f"after training, pass@{k}", "entropy over the run, difference in %")
         for left, right in axes:
             left.set_ylabel("difference, points")
@@ -61,7 +62,8 @@ def entropy_and_accuracy(study: Sessions, arms: Sequence[PlottedArm]) -> Figure:
         caption(
             figure,
             f"{before if formats else 'An arm'} minus its control, after training, the mean of its seeds. Dots: "
-            f"{len(study.probes)} base models; diamonds: mean and 95% interval (Student's t). Grey: ±{MARGIN:g} point.",
+            f"{len(study.probes)} base models; diamonds: mean and 95% interval (Student's t; questions "
+            f"{'fixed above, drawn below' if formats else 'drawn'}). Grey: ±{MARGIN:g} point.",
         )
     return figure
 
@@ -79,11 +81,11 @@ def pass_at_k_curves(arms: Sequence[PlottedArm]) -> Figure:
             levels.plot(before.index, before.mean(axis=1), color=arm.shade, linewidth=1.0, linestyle="dashed", zorder=1)
             ends.append((float(after.iloc[-1].mean()), arm.label, arm.shade))
             if arm.control:
-                points = 100 * differences(arm.runs, arm.control, pass_curve)
-                means = [mean_ci(row) for row in points.to_numpy()]
-                change.plot(points.index, [one.value for one in means], color=arm.shade, linewidth=1.0)
-                band = np.array([[one.low, one.high] for one in means]).T
-                change.fill_between(points.index.to_numpy(), *band, color=arm.shade, alpha=0.2, linewidth=0)
+                shared = after.index.intersection(pass_curve(arm.control[0]).index)
+                means = [over_units(_change(arm, k), "drawn") for k in shared]
+                change.plot(shared, [100 * one.value for one in means], color=arm.shade, linewidth=1.0)
+                band = np.array([[100 * one.low, 100 * one.high] for one in means]).T
+                change.fill_between(shared.to_numpy(), *band, color=arm.shade, alpha=0.2, linewidth=0)
         change.axhspan(-MARGIN, MARGIN, color=BAND, linewidth=0, zorder=0)
         change.axhline(0, color=GRAY, linewidth=0.7, zorder=1)
         for ax, title in ((levels, "pass@k"), (change, "minus the control, points")):
@@ -96,50 +98,69 @@ def pass_at_k_curves(arms: Sequence[PlottedArm]) -> Figure:
         caption(
             figure,
             f"Held-out questions, mean of {describe_repeats(arms[0].runs)}. Dashed: before training, equal for arms of "
-            "one format; solid: after. Right: paired differences after training with 95% bands (Student's t). Grey: "
+            "one format; solid: after. Right: paired differences after training with 95% bands (Student's t, questions "
+            "drawn). Grey: "
             f"±{MARGIN:g} point.",
         )
     return figure
 
 
+def passed(run: Run, k: int, step: int | None = None) -> pd.Series:
+    """pass@k of each held-out question at an evaluated step, the last if None; unbiased."""
+    chosen = _sampled(run, step)
+    samples = max(chosen["samples"].tolist())
+    found = [found_among(k, samples, right) for right in chosen["correct"].tolist()]
+    return pd.Series(found, index=chosen["question"])
+
+
 def pass_curve(run: Run, step: int | None = None) -> pd.Series:
-    """pass@k of the held-out questions for k = 1, 2, 4, ... at an evaluated step, the last if None; unbiased."""
+    """pass@k of the held-out questions for k = 1, 2, 4, ... at an evaluated step, the last if None."""
+    samples = max(_sampled(run, step)["samples"].tolist())
+    sizes = [2**power for power in range(int(math.log2(samples)) + 1)]
+    return pd.Series({k: fmean(passed(run, k, step)) for k in sizes})
+
+
+def _sampled(run: Run, step: int | None) -> pd.DataFrame:
     rows = run.answer_counts()
     assert rows is not None
     last = run.option("steps") if step is None else step
     chosen = rows[(rows["mode"] == "sampled") & (rows["step"] == last)]
-    counts: list[int] = chosen["correct"].tolist()
-    samples = max(chosen["samples"].tolist())
-    sizes = [2**power for power in range(int(math.log2(samples)) + 1)]
-    return pd.Series({k: fmean(found_among(k, samples, right) for right in counts) for k in sizes})
+    assert isinstance(chosen, pd.DataFrame)
+    return chosen
 
 
-def _before(study: Sessions, reference: str, quant: str, k: int) -> Points:
-    def entropy(probe: Mapping[str, Mapping[str, Mapping[str, float]]], name: str) -> float:
-        return probe["formats"][name]["entropy"]
-
-    return [
-        (
-            100 * (entropy(one, quant) / entropy(one, reference) - 1),
-            100 * (pass_at(one, quant, k) - pass_at(one, reference, k)),
-        )
-        for one in study.probes.values()
-    ]
+def _change(arm: PlottedArm, k: int) -> np.ndarray:
+    """Differences of pass@k: (questions, bases)."""
+    return of_units([arm.runs, arm.control], partial(passed, k=k)).to_numpy()
 
 
-def _after(arm: PlottedArm, k: int) -> Points:
-    entropies = differences(arm.runs, arm.control, ENTROPY.averaged).to_numpy()[0]
-    accuracies = differences(arm.runs, arm.control, pass_curve).loc[k].to_numpy()
-    return [(ENTROPY.on_axis(x), 100 * y) for x, y in zip(entropies, accuracies, strict=True)]
+def _before(ax: Axes, study: Sessions, reference: str, quant: str, k: int) -> None:
+    """Of the probes of bases, whose questions are fixed, as in gates.md."""
+    pairs = [[one["formats"][name]["entropy"] for name in (quant, reference)] for one in study.probes.values()]
+    entropies = np.array([[math.log(treated / plain) for treated, plain in pairs]])
+    right = [pass_at(one, quant, k) - pass_at(one, reference, k) for one in study.probes.values()]
+    _scatter(ax, entropies, np.array([right]), quant.upper(), color(quant))
 
 
-def _scatter(ax: Axes, points: Points, label: str, shade: str) -> None:
-    across, up = (mean_ci(values) for values in zip(*points, strict=True))
-    ax.plot(*zip(*points, strict=True), ".", color=shade, alpha=0.4, markersize=3.5)
+def _after(ax: Axes, arm: PlottedArm, k: int) -> None:
+    entropies = of_units([arm.runs, arm.control], ENTROPY.averaged).to_numpy()
+    _scatter(ax, entropies, _change(arm, k), arm.label, arm.shade)
+
+
+def _scatter(ax: Axes, entropies: np.ndarray, right: np.ndarray, label: str, shade: str) -> None:
+    """Logarithms of ratios (1, bases) and differences of shares (questions, bases): single bases, means, intervals."""
+    ax.plot(
+        [ENTROPY.on_axis(x) for x in entropies[0]], 100 * right.mean(axis=0), ".", color=shade, alpha=0.4,
+        markersize=3.5,
+    )  # fmt: skip
+    means = over_units(entropies, "drawn"), over_units(right, "drawn")
+    (x, left, end), (y, low, high) = (
+        [show(value) for value in (one.value, one.low, one.high)]
+        for show, one in zip((ENTROPY.on_axis, SAMPLED.on_axis), means, strict=True)
+    )
     ax.errorbar(
-        across.value, up.value, fmt="D", color=shade, markersize=4.5, elinewidth=1.2, label=label,
-        xerr=[[across.value - across.low], [across.high - across.value]],
-        yerr=[[up.value - up.low], [up.high - up.value]],
+        x, y, fmt="D", color=shade, markersize=4.5, elinewidth=1.2, label=label, xerr=[[x - left], [end - x]],
+        yerr=[[y - low], [high - y]],
     )  # fmt: skip
 
 

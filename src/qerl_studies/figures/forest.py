@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qerl_studies.claims.claim import ClaimResult, ContrastResult
-from qerl_studies.claims.estimate import Effect
+from qerl_studies.effects.estimate import Effect
 from qerl_studies.figures.compact import compact
 from qerl_studies.figures.effects import label_rows
 from qerl_studies.figures.style import FULL_WIDTH, GRAY, caption, panels, paper_style, small
@@ -90,8 +90,10 @@ def _effects(claim_result: ClaimResult) -> list[Effect]:
 def _explained(results: Sequence[ClaimResult]) -> Iterator[str]:
     effects = [effect for one in results for effect in _effects(one)]
     origins = " or ".join(sorted({f"{effect.whole.n} {effect.unit}s" for effect in effects}))
+    drawn = "; questions of answers drawn" * any(effect.questions > 1 for effect in effects)
     if effects:
-        yield f"Diamonds: primary contrasts, with 95% intervals (Student's t over {origins}), grey where not testable."
+        intervals = f"95% intervals (Student's t over {origins}{drawn})"
+        yield f"Diamonds: primary contrasts, with {intervals}, grey where not testable."
     factors = {math.exp(one.claim.measure.margin) for one in results if "KL" in one.claim.measure.name}
     mismatch = f", a factor of {_either(factors)} of a KL" if factors else ""
     points = {1.0} | {m.margin * m.scale for m in (one.claim.measure for one in results) if m.unit == "points"}

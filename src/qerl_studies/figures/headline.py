@@ -8,18 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
-import pandas as pd
 
 from qerl_core.checks import ConfigError
-from qerl_core.statistics import Estimate, mean_ci, mean_ci_crossed
+from qerl_core.statistics import Estimate, mean_ci
 from qerl_studies.claims.measures import ACCURACY, REWARD
-from qerl_studies.figures.paired import average_seeds, by_cell
+from qerl_studies.effects.estimate import Questions, over_units
+from qerl_studies.effects.pairs import average_seeds, by_cell, mean_of_runs, of_units
+from qerl_studies.effects.state import of_interval
 from qerl_studies.runs.load import Cell, Run
 from qerl_studies.runs.measure import last_fifth_mean
 
 Arm = Mapping[Cell, Run]
+COLUMNS = {"accuracy": "correct", "lenient": "lenient"}  # of answers, by what evaluations call their means
 POINTS = 100  # of a curve; longer ones show means of equal stretches of steps
 
 
@@ -55,42 +58,40 @@ def value_of(run: Run, kind: str, name: str) -> float:
 def mean_of(arm: Arm, value: Callable[[Run], float]) -> float:
     """The mean over bases, or over the seeds of one; the runs without the number are left out."""
     runs = [run for run in arm.values() if math.isfinite(value(run))]
-    return float(average_seeds(by_cell(runs, value)).to_numpy().mean()) if runs else math.nan
+    return mean_of_runs(runs, value) if runs else math.nan
 
 
-def paired(first: Arm, second: Arm, common: Sequence[Cell], kind: str, name: str) -> Estimate | None:
-    """The difference within base and seed; None without a pair that has the number."""
-    if len(common) == 1 and name.startswith("eval/accuracy_"):
-        over_questions = _by_question(first[common[0]], second[common[0]], name.removeprefix("eval/accuracy_"))
-        if over_questions is not None:
-            return over_questions
-    gaps = {cell: value_of(first[cell], kind, name) - value_of(second[cell], kind, name) for cell in common}
-    known = {cell: gap for cell, gap in gaps.items() if math.isfinite(gap)}
+def paired(
+    first: Arm, second: Arm, common: Sequence[Cell], kind: str, name: str, questions: Questions = "drawn"
+) -> Estimate | None:
+    """The difference within base and seed; None without a pair that has the number.
+
+    With `questions` drawn the interval of an accuracy holds for others too, where all kept their answers to the same.
+    """
+    value = partial(value_of, kind=kind, name=name)
+    known = [cell for cell in common if all(math.isfinite(value(arm[cell])) for arm in (first, second))]
+    arms = [{cell: arm[cell] for cell in known} for arm in (first, second)]
     if not known:
         return None
-    table = pd.DataFrame([known.values()], columns=pd.MultiIndex.from_tuples(known, names=["base", "seed"]))
-    return mean_ci(average_seeds(table).to_numpy()[0])
+    by_question = _by_question(arms, name) if questions == "drawn" else None
+    return by_question or over_units(of_units(arms, value, any_machine=True).to_numpy(), "fixed")
 
 
-def _by_question(first: Run, second: Run, mode: str) -> Estimate | None:
-    """The difference of one pair of runs with an interval over questions; None if answers to the same were not kept."""
+def _by_question(arms: Sequence[Arm], name: str) -> Estimate | None:
+    """The difference with an interval for other questions too; None if answers to the same were not kept."""
+    what, _, mode = name.removeprefix("eval/").partition("_")
+    if what not in COLUMNS:
+        return None
     try:
-        answers = [run.answers(mode).iloc[:, -1] for run in (first, second)]
+        gaps = of_units(arms, lambda run: run.answers(mode, COLUMNS[what]).iloc[:, -1], any_machine=True).dropna()
     except ConfigError:
         return None
-    gaps = (answers[0] - answers[1]).dropna()
-    return mean_ci_crossed(np.asarray(gaps)) if len(gaps) == len(answers[0]) == len(answers[1]) > 1 else None
+    return over_units(gaps.to_numpy(), "drawn") if len(gaps) > 1 else None
 
 
 def in_a_word(difference: Estimate, margin: float) -> str:
     """What the interval of a difference leaves; not adjusted for how many differences one looks at."""
-    if not difference.stderr > 0:
-        return "no interval"
-    if margin and -margin < difference.low and difference.high < margin:
-        return "within the margin"
-    if difference.low > 0 or difference.high < 0:
-        return "higher" if difference.low > 0 else "lower"
-    return "open"
+    return of_interval(difference, margin).of_pair
 
 
 def by_step(runs: Sequence[Run], kind: str, metric: str) -> list[tuple[float, Estimate]]:

@@ -18,10 +18,11 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from qerl_core.checks import ConfigError, require
 from qerl_core.statistics import mean_ci
+from qerl_studies.effects.pairs import average_seeds, by_cell, mean_of_runs
 from qerl_studies.figures.effects import PlottedArm, draw_effect, mark_notes, plotted_arm
 from qerl_studies.figures.labels import label_settings
 from qerl_studies.figures.paired import ENTROPY as MEAN_ENTROPY
-from qerl_studies.figures.paired import REWARD_LATE, SAMPLED, average_seeds, by_cell, effect, mean_of_runs
+from qerl_studies.figures.paired import REWARD_LATE, SAMPLED, effect
 from qerl_studies.figures.style import BAND, FULL_WIDTH, GRAY, caption, panels, paper_style, small
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import Measure, mean_between

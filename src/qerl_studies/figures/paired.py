@@ -1,88 +1,47 @@
 """The comparison that figures draw: a number of a run minus that of its control with the same base model and seed.
 
-Such runs share prompts and random numbers, whose influence cancels. The interval is Student's t over base models if
-there are several (seeds of a base are averaged first), otherwise over the seeds of the one base.
+Such runs share prompts and random numbers, whose influence cancels. The interval is that of claims: Student's t over
+base models if there are several (seeds of a base are averaged first), otherwise over the seeds of the one base, and of
+answers for other questions too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 
-from qerl_core.checks import require
-from qerl_core.statistics import Estimate, mean_ci
+from qerl_core.statistics import Estimate
 from qerl_studies.claims.measures import ACCURACY, INITIAL_ENTROPY, LATE_REWARD, REWARD
+from qerl_studies.effects.estimate import over_units
+from qerl_studies.effects.pairs import mean_of_runs, of_units
 from qerl_studies.runs.load import Run
-from qerl_studies.runs.measure import Measure, area, final_accuracy
+from qerl_studies.runs.measure import Measure, area, final_answers
 from qerl_studies.runs.settings import describe_repeats
 
 REWARD_MEAN = replace(REWARD, name="mean reward", unit="")
 REWARD_LATE = replace(LATE_REWARD, name="late reward", unit="")
 ENTROPY = replace(INITIAL_ENTROPY, name="mean entropy", metric=area("entropy"), level_format="{:.4f}")
 SAMPLED, GREEDY = (
-    replace(ACCURACY, name=f"held-out ({mode})", metric=final_accuracy(mode), level_format="{:.1%}")
+    replace(ACCURACY, name=f"held-out ({mode})", metric=final_answers(mode), level_format="{:.1%}")
     for mode in ("sampled", "greedy")
 )
 
 
-def by_cell(runs: Sequence[Run], metric: Callable[[Run], pd.Series | float]) -> pd.DataFrame:
-    """The metric of each run, a column per (base, seed); rows are the steps that all runs have, or one for a number."""
-    values = {run.cell: metric(run) for run in runs}
-    series = [value if isinstance(value, pd.Series) else pd.Series([value]) for value in values.values()]
-    table = pd.concat(series, axis=1, join="inner")
-    table.columns = pd.MultiIndex.from_tuples(values, names=["base", "seed"])
-    return table
-
-
-def average_seeds(table: pd.DataFrame) -> pd.DataFrame:
-    """One column per base, the mean over its seeds; with a single base, one column per seed."""
-    bases = table.columns.get_level_values("base").unique()
-    if len(bases) == 1:
-        return table
-    return pd.DataFrame({base: table.xs(base, axis="columns", level="base").mean(axis="columns") for base in bases})
-
-
-def differences(
-    treated: Sequence[Run], control: Sequence[Run], metric: Callable[[Run], pd.Series | float]
-) -> pd.DataFrame:
-    """The metric of each treated run minus that of its control: a column per base, or per seed of the only base.
-
-    Raises ConfigError if a run has no counterpart, or if a pair ran on different machines or library versions.
-    """
-    unpaired = sorted({run.cell for run in treated} ^ {run.cell for run in control})
-    require(
-        not unpaired,
-        f"{treated[0].name} and {control[0].name} do not have the same bases and seeds: only one has {unpaired}",
-    )
-    for run, other in zip(*(sorted(arm, key=lambda run: run.cell) for arm in (treated, control)), strict=True):
-        require(
-            run.block == other.block,
-            f"{run.name} and {other.name} ran on different machines or library versions ({run.block}; {other.block}), "
-            "so other causes may add to their difference: run both on one",
-        )
-    first, second = by_cell(treated, metric), by_cell(control, metric)
-    common = first.index.intersection(second.index)
-    return average_seeds(first.loc[common] - second.loc[common])
-
-
 def effect(treated: Sequence[Run], control: Sequence[Run], measure: Measure) -> tuple[Estimate, np.ndarray]:
     """The mean difference with its interval, and the differences that were averaged."""
-    points = differences(treated, control, measure.averaged).to_numpy()[0]
-    return mean_ci(points), points
+    number = measure.averaged if measure.ratio else measure.metric
+    table = of_units([treated, control], number).to_numpy()
+    return over_units(table, "drawn"), table.mean(axis=0)
 
 
 def level(runs: Sequence[Run], measure: Measure) -> float:
     """The mean of an arm; the geometric mean for ratios."""
     mean = mean_of_runs(runs, measure.averaged)
     return math.exp(mean) if measure.ratio else mean
-
-
-def mean_of_runs(runs: Sequence[Run], metric: Callable[[Run], float]) -> float:
-    return float(average_seeds(by_cell(runs, metric)).to_numpy().mean())
 
 
 def effect_text(measure: Measure, estimate: Estimate) -> list[str]:
@@ -93,12 +52,18 @@ def effect_text(measure: Measure, estimate: Estimate) -> list[str]:
     return [middle, f"[{low}, {high}]" if estimate.n > 1 else "one seed"]
 
 
-def interval_note(runs: Sequence[Run]) -> str:
-    """The sentence of a caption that explains points and intervals."""
+def interval_note(runs: Sequence[Run], measures: Sequence[Measure] = ()) -> str:
+    """The sentence of a caption that explains points and intervals, and which questions those of answers are about."""
     if len(runs) == 1:
         return "A single seed, so there is no interval."
     small = "Small points: " + ("base models." if len({run.base for run in runs}) > 1 else "seeds.")
-    return f"Mean and 95% interval (Student's t) of paired differences over {describe_repeats(runs)}. {small}"
+    told = next((f", {questions_of(runs[0], one)}" for one in measures if one.answers), "")
+    return f"Mean and 95% interval (Student's t{told}) of paired differences over {describe_repeats(runs)}. {small}"
+
+
+def questions_of(run: Run, measure: Measure) -> str:
+    """Whether an interval of answers holds for other questions too, for which they have to be kept."""
+    return f"questions {'drawn' if isinstance(measure.metric(run), pd.Series) else 'fixed'}"
 
 
 def workload(run: Run) -> str:

@@ -25,8 +25,8 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from qerl_core.checks import require
 from qerl_core.statistics import mean_ci
+from qerl_studies.effects.pairs import average_seeds, by_cell
 from qerl_studies.figures.labels import label_settings, sigma_by_step
-from qerl_studies.figures.paired import average_seeds, by_cell
 from qerl_studies.figures.style import (
     TITLES,
     color,

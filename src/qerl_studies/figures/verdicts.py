@@ -32,7 +32,8 @@ def all_verdicts(content: Mapping[str, Any]) -> Figure:
         axes[-1, 0].set_xlabel("effect in margins, to the right as claimed")
         caption(
             figure,
-            "Diamonds: effects with 95% intervals, over bases where a study has several; arrows: beyond the axis.",
+            "Diamonds: effects with 95% intervals, over bases where a study has several, and of answers for other "
+            "questions too, except in studies with contrasts of their own; arrows: beyond the axis.",
             "Grey band: less than one margin. Each study is judged by itself.",
         )
     return figure

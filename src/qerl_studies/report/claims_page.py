@@ -12,6 +12,7 @@ from qerl_studies.claims.claim import NO_RUNS, Claim, ClaimResult, ContrastResul
 from qerl_studies.claims.estimate import Comparison
 from qerl_studies.claims.evaluate import DIRECTION, SMALLNESS
 from qerl_studies.claims.preconditions import diverged_arms
+from qerl_studies.effects.state import WORDS
 from qerl_studies.runs.load import Run
 from qerl_studies.tables.markdown import markdown_table
 from qerl_studies.tables.paper import Table
@@ -41,6 +42,7 @@ def content(results: Mapping[str, Sequence[ClaimResult]], runs: Sequence[Run]) -
         "smallness": f"{SMALLNESS:g}",
         "published": any(claim["differing"] for scope in scopes for claim in scope["claims"]),
         "scopes": scopes,
+        "words": WORDS,
         "summary_header": SUMMARY,
         "comparisons_header": COMPARISONS,
     }
@@ -79,7 +81,7 @@ def verdict_table(name: str, scope: str, results: Sequence[ClaimResult], whose: 
     none = "" if shown else " No runs decide any of them."
     caption = (
         f"Verdicts on the claims of {whose}: {scope}.{none} Effects are means over n paired units with 95 % intervals "
-        f"(Student's t, not adjusted); verdicts are at {DIRECTION:g} over all claims (Holm)."
+        f"(Student's t, questions of answers drawn, not adjusted); verdicts at {DIRECTION:g} over all claims (Holm)."
     )
     columns = ("claim", "verdict", "contrast", "effect", "n")
     wide = (*columns[:4], "low", "high", "n", "unit", "p")
@@ -96,6 +98,11 @@ def page_table(results: Sequence[ClaimResult]) -> str:
     return markdown_table(LATER, rows) + "\n"
 
 
+def beside(result: ClaimResult) -> str:
+    """The verdict in the words of effects/state.py, in brackets, if its own are others."""
+    return f" ({result.word})" if result.word != result.verdict else ""
+
+
 def verdict_cells(result: ClaimResult) -> tuple[str, str]:
     """The verdict with its reason, and the effects of the contrasts that vote."""
     effects = [
@@ -104,7 +111,7 @@ def verdict_cells(result: ClaimResult) -> tuple[str, str]:
         for one in result.voting
         if one.primary and one.primary.effect
     ]
-    verdict = f"**{result.verdict}**" + (", exploratory" if result.claim.exploratory else "")
+    verdict = f"**{result.verdict}**{beside(result)}" + (", exploratory" if result.claim.exploratory else "")
     reason = f": {result.reason}" if result.reason else ""
     return f"{verdict}{reason}", "; ".join(effects) or "-"
 
@@ -146,7 +153,9 @@ def _summary(results: Sequence[ClaimResult]) -> list[dict[str, Any]]:
                 claim.reported if first else "",
             )
             title = f"{number}. {claim.title}" if first else ""
-            rows.append({"title": title, "verdict": claim_result.verdict, "cells": cells})
+            rows.append(
+                {"title": title, "verdict": claim_result.verdict, "beside": beside(claim_result), "cells": cells}
+            )
     return rows
 
 
@@ -161,6 +170,7 @@ def _claim(number: int, result: ClaimResult, built_in: bool) -> dict[str, Any]:
         "margin": claim.measure.size_text(claim.measure.margin),
         "source": claim.source[0].upper() + claim.source[1:],
         "verdict": result.verdict,
+        "beside": beside(result),
         "reason": result.reason,
         "power": _power(result),
         "greedy": [
@@ -226,13 +236,20 @@ def _bases(claim: Claim, result: ContrastResult) -> str:
 
 
 def _matched(result: ContrastResult) -> list[str]:
-    """One line for each arm of each setting: the names of its runs, with their seeds in braces."""
+    """One line for each arm of each setting: the names of its runs, with seeds, and ends that differ, in braces."""
     lines = []
     for comparison in result.comparisons:
         for arm, runs in zip(result.contrast.arms, comparison.stratum.arms, strict=True):
             seeds = ",".join(map(str, sorted({seed for _, seed in runs})))
-            names = dict.fromkeys(run.name.replace(f"-s{seed}-", f"-s{{{seeds}}}-") for (_, seed), run in runs.items())
-            lines.append(f"{label_of(result)}, {comparison.label}, {arm.label}: {', '.join(names)}")
+            names: dict[str, dict[str, None]] = {}
+            for (_, seed), run in runs.items():
+                stem, _, end = run.name.replace(f"-s{seed}-", f"-s{{{seeds}}}-").rpartition("-")
+                names.setdefault(stem, {})[end] = None
+            told = [
+                f"{stem}-{{{','.join(ends)}}}" if len(ends) > 1 else f"{stem}-{min(ends)}"
+                for stem, ends in names.items()
+            ]
+            lines.append(f"{label_of(result)}, {comparison.label}, {arm.label}: {', '.join(told)}")
     return lines
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from qerl_core.checks import ConfigError
 from qerl_core.statistics import mean_ci
+from qerl_studies.effects.pairs import average_seeds, by_cell
 from qerl_studies.figures.labels import label_settings, sigma_by_step
-from qerl_studies.figures.paired import ENTROPY, REWARD_LATE, SAMPLED, average_seeds, by_cell
+from qerl_studies.figures.paired import ENTROPY, REWARD_LATE, SAMPLED
 from qerl_studies.report.axes import AXES, axis_of
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import Measure

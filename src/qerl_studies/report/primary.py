@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 import numpy as np
-import pandas as pd
 
-from qerl_core.checks import require
-from qerl_core.statistics import Estimate, holm, mean_ci, mean_ci_crossed
-from qerl_studies.design.looks import counted, looks_reached, runs_of
+from qerl_core.statistics import Estimate, holm
+from qerl_studies.claims.measures import NOISY_ENTROPY
+from qerl_studies.claims.preconditions import LEVEL
+from qerl_studies.design.gates import blocked, gates, override
+from qerl_studies.design.looks import counted, looks_reached
 from qerl_studies.design.primary import MEASURES, Primary
 from qerl_studies.design.sessions import Sessions
+from qerl_studies.effects.estimate import over_units
+from qerl_studies.effects.pairs import mean_of_runs, of_units
+from qerl_studies.effects.state import State, of_look
+from qerl_studies.runs.load import Run
 from qerl_studies.tables.markdown import markdown_table
 
 POWER = 0.8
@@ -30,52 +34,65 @@ class Looked:
     over_bases: Estimate
     over_questions: Estimate
     p: float
-    verdict: str
+    state: State
+    failed: tuple[str, ...]  # gates that keep it from being tested by the rules of today
+
+    @property
+    def verdict(self) -> str:
+        return self.state.of_contrast
+
+    @property
+    def exploratory(self) -> str:
+        """What the rules of today say otherwise than the protocol, which did not ask these gates."""
+        untested = State(untested="not testable here").word
+        return f"exploratory, by the gates of today: {untested}, {'; '.join(self.failed)}" if self.failed else ""
 
 
 def differences(study: Sessions, primary: Primary, contrast: str, bases: Sequence[int]) -> np.ndarray:
     """Treated minus control, a mean over seeds: (questions, bases). Raises ConfigError for different questions."""
-    columns = []
-    for base in bases:
-        treated, control = (_mean(study, primary, arm, base) for arm in primary.contrasts[contrast])
-        columns.append(treated - control)
-    table = pd.DataFrame(columns).T
-    require(bool(table.notna().all(axis=None)), f"the arms of {contrast} were asked different questions")
-    return table.to_numpy()
+    arms = [_cells(study, arm, bases) for arm in primary.contrasts[contrast]]
+    return of_units(arms, MEASURES[primary.measure].metric).to_numpy()
 
 
-def _mean(study: Sessions, primary: Primary, arm: str, base: int) -> pd.Series:
-    """What an arm reached on a base, by question."""
-    found = [pd.Series(MEASURES[primary.measure].metric(run)) for run in runs_of(study, arm, base)]
-    return pd.concat(found, axis=1).mean(axis=1)
+def _cells(study: Sessions, arm: str, bases: Sequence[int]) -> dict[tuple[int, int], Run]:
+    return {(base, seed): study.runs[arm, base, seed] for base in bases for seed in study.design.seeds}
 
 
 def look(study: Sessions, primary: Primary, count: int) -> list[Looked]:
     """What the first `count` bases show. Student's t over bases, Holm's method over contrasts."""
     bases = counted(study, primary).bases[:count]
     tables = {name: differences(study, primary, name, bases) for name in primary.contrasts}
-    estimates = {name: mean_ci(table.mean(axis=0)) for name, table in tables.items()}
+    estimates = {name: over_units(table, "fixed") for name, table in tables.items()}
     adjusted = holm([estimate.p_outside(0.0) for estimate in estimates.values()])
     last = count == max(primary.looks)
     return [
         Looked(
             name,
             estimates[name],
-            mean_ci_crossed(tables[name]) if len(tables[name]) > 1 else estimates[name],
+            over_units(tables[name], "drawn"),
             p,
-            _verdict(estimates[name], p, primary.looks[count], primary.margin if last else None),
+            of_look(estimates[name], p, primary.looks[count], primary.margin if last else None),
+            failed_gates(study, primary.contrasts[name], bases),
         )
         for name, p in zip(estimates, adjusted.tolist(), strict=True)
     ]
 
 
-def _verdict(estimate: Estimate, p: float, level: float, margin: float | None) -> str:
-    """What is said of a contrast. Only the last look, which has a `margin` here, may say that it is negligible."""
-    if p <= level:
-        return "higher" if estimate.value > 0 else "lower"
-    if margin is not None and -margin < estimate.low and estimate.high < margin:
-        return "negligible"
-    return "open"
+def failed_gates(study: Sessions, pair: tuple[str, str], bases: Sequence[int]) -> tuple[str, ...]:
+    """Those that stop one of two arms, as these bases have them, and `acts`: noise that the first alone has must raise
+    the entropy of its sampler. Gates that the study overrode stop nothing.
+    """
+    runs = {cell: run for cell, run in study.runs.items() if cell[1] in bases}
+    results = gates(study.design, [study.probes[base] for base in bases], runs)
+    stopped = blocked(override(results, study.overridden))
+    failed = list(dict.fromkeys(gate for arm in pair for gate in stopped.get(arm, ())))
+    noises = {arm.name: study.design.option(arm, "aqn")["name"] for arm in study.design.arms if arm.name in pair}
+    if noises[pair[0]] != noises[pair[1]] == "none":
+        arms = [_cells(study, arm, bases) for arm in pair]
+        found = over_units(of_units(arms, NOISY_ENTROPY.averaged).to_numpy(), "fixed")
+        if not found.p_above(0.0) <= LEVEL:
+            failed.append(f"acts ({NOISY_ENTROPY.name} {NOISY_ENTROPY.estimate_text(found)})")
+    return tuple(failed)
 
 
 def primary_page(study: Sessions) -> str:
@@ -98,11 +115,11 @@ def primary_page(study: Sessions) -> str:
         heads = [
             "contrast",
             "difference",
-            "95 %, over bases",
-            "over questions too",
-            f"{100 * (1 - level):g} %, over bases",
+            "95 %, questions fixed",
+            "95 %, questions drawn",
+            f"{100 * (1 - level):g} %, questions fixed",
         ]
-        heads += ["p (Holm)", "found with 80 %", ""]
+        heads += ["p (Holm)", "found with 80 %", "verdict", "in one vocabulary"]
         lines = [
             [
                 f"{one.name}: {' - '.join(primary.contrasts[one.name])}",
@@ -112,6 +129,7 @@ def primary_page(study: Sessions) -> str:
                 f"{one.p:.3f}",
                 measure.size_text(one.over_bases.detectable(level / 2, POWER)),
                 one.verdict,
+                "; ".join(filter(None, (one.state.word, one.exploratory))),
             ]
             for one in look(study, primary, count)
         ]
@@ -131,4 +149,4 @@ def _levels(study: Sessions, primary: Primary, bases: Sequence[int]) -> str:
 
 def level_of(study: Sessions, primary: Primary, arm: str, bases: Sequence[int]) -> float:
     """The mean of an arm over bases."""
-    return fmean(_mean(study, primary, arm, base).mean() for base in bases)
+    return mean_of_runs(_cells(study, arm, bases), MEASURES[primary.measure].metric)

@@ -88,9 +88,9 @@ def secondary_page(study: Sessions, pairs: Sequence[tuple[str, str]]) -> str:
     ]
     return (
         "# Beside the primary contrasts\n\n"
-        f"{len(study.session_of)} bases. Means and 95 % intervals over bases (Student's t) of paired differences, "
-        "those of shares in points; tokens, entropy and KL are compared by ratio, and their levels are geometric "
-        "means. These are many numbers without a correction for how many, and give no verdict.\n\n"
+        f"{len(study.session_of)} bases. Means and 95 % intervals over bases (Student's t, questions fixed) of paired "
+        "differences, those of shares in points; tokens, entropy and KL are compared by ratio, and their levels are "
+        "geometric means. These are many numbers without a correction for how many, and give no verdict.\n\n"
         f"{markdown_table(heads, lines)}\n\n"
         "## Any two arms\n\n"
         f"{markdown_table(['', 'bases', SAMPLED.name, GREEDY.name], any_two)}\n"

@@ -134,7 +134,7 @@ def _verdicts(study: Sessions) -> dict[str, str | Drawing]:
     found: dict[str, str | Drawing] = {"claims.md": markdown({scope: verdicts}, runs)}
     found["claims.svg"] = lambda: svg(all_claims(verdicts, scope))
     for family, of_family in later.items():
-        if any(one.verdict not in ("incomplete", "not testable here") for one in of_family):
+        if any(one.state.tested for one in of_family):
             found[f"{family}.md"] = page_table(of_family) + "\n"
             found[f"{family}.svg"] = lambda of_family=of_family: svg(all_claims(of_family, scope))
     if ways := specifications([*verdicts, *chain(*later.values())], runs, [_other(one) for one in beside(study)]):
@@ -289,7 +289,7 @@ def bases(study: Sessions) -> str:
             lines.append(["mean", session, *cells([fmean(column) if column else nan for column in columns])])
     lines.append(["mean", "", *cells([one.value for one in means])])
     intervals = zip(cells([one.low for one in means]), cells([one.high for one in means]), strict=True)
-    lines.append(["95 %", "", *(f"[{low}, {high}]" for low, high in intervals)])
+    lines.append(["95 %, questions fixed", "", *(f"[{low}, {high}]" for low, high in intervals)])
     note = (
         f"Per cent and points of accuracy. Left: {study.design.probe.questions} training questions before any training;"
         " damage is what a format costs. Right: held-out questions after training, one sample at the temperature of the"

@@ -2,7 +2,8 @@
 
 Effects are in the unit of their measure, ratios as ratios; `margin` is the smallest one that matters, in the same unit.
 Studies with primary contrasts of their own have a record for each of these alone, from the last look that was reached,
-and none before the first. Left out: robustness checks, and claims without an effect.
+and none before the first. `questions` is the number that an interval draws, null if those that were asked are fixed.
+Left out: robustness checks, and claims without an effect.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from qerl_core.checks import require
 from qerl_core.statistics import Estimate
 from qerl_studies.claims.claim import ClaimResult, ContrastResult
-from qerl_studies.claims.estimate import Comparison, Effect
+from qerl_studies.claims.estimate import Comparison
 from qerl_studies.claims.evaluate import evaluate_claims
 from qerl_studies.claims.registry import families
 from qerl_studies.design.gates import gates, override
@@ -25,6 +26,8 @@ from qerl_studies.design.looks import at_last_look, runs_of, with_primary
 from qerl_studies.design.primary import MEASURES, Primary
 from qerl_studies.design.protocol import protocol_commit
 from qerl_studies.design.sessions import Sessions, study_of
+from qerl_studies.effects.estimate import Effect
+from qerl_studies.effects.state import GATES
 from qerl_studies.report.primary import differences, level_of, look
 from qerl_studies.report.sessions import judged, read_once
 from qerl_studies.runs.committed import SETTINGS
@@ -109,7 +112,7 @@ def _described(folder: Path, sessions: Sessions | None, runs: Sequence[Run]) -> 
         "released": any("id" in run.config["model"] for run in runs),
         "code": sorted({run.code for run in runs}),
         "machines": sorted({run.block for run in runs}),
-        "gates": {one.gate: one.word for one in passed},
+        "gates": {one.gate: GATES.get(one.word, one.word) for one in passed},
         "protocol_commit": protocol_commit(folder),
     }
 
@@ -144,6 +147,7 @@ def _record(
         "greedy": _estimate(measure, greedy.whole) if greedy else None,
         "bases": _bases(measure, primary, effect),
         "verdict": result.verdict,
+        "word": result.word,
         "reason": contrast.reason or result.reason,
     }
 
@@ -225,7 +229,8 @@ def _primary_records(study: str, seen: Sessions, primary: Primary) -> Iterator[R
                 for base, effect in zip(bases, effects, strict=True)
             ],
             "verdict": one.verdict,
-            "reason": "",
+            "word": one.state.word,
+            "reason": one.exploratory,
         }
 
 

@@ -69,10 +69,8 @@ class Measure:
         return f"they did not record {self.needs}" if self.needs else "they ran on a CPU and cannot speak for a GPU"
 
     def number(self, run: Run) -> float:
-        """The one number of a run."""
-        value = self.metric(run)
-        assert isinstance(value, float)
-        return value
+        """The one number of a run: of one for each question their mean."""
+        return float(np.mean(self.metric(run)))
 
     def averaged(self, run: Run) -> float:
         """The number of a run as it is averaged: its logarithm with `ratio`."""
@@ -274,6 +272,17 @@ ACCURACY = Measure(
     margin=0.01,
     answers="sampled",
 )
+
+
+def final_answers(mode: str) -> Callable[[Run], float | pd.Series]:
+    """By held-out question what `final_accuracy` is the mean of; that mean where answers were not kept."""
+
+    def of_run(run: Run) -> float | pd.Series:
+        mean = final_accuracy(mode)(run)
+        kept = run.kept_answers is not None or (run.path / "samples.parquet").is_file()
+        return run.answers(mode).iloc[:, -1] if kept else mean
+
+    return of_run
 
 
 def area_under_curve(steps: np.ndarray, values: np.ndarray) -> float:

@@ -1,0 +1,79 @@
+"""The mean of differences with its interval: over bases if there are several, and otherwise over the seeds of the one.
+
+Questions are `drawn` if the interval is to hold for other questions too, and `fixed` if it is about those that were
+asked. Numbers of a whole run, such as a reward, have no questions that could be drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from qerl_core.checks import require
+from qerl_core.statistics import CONFIDENCE, Estimate, mean_ci, mean_ci_crossed, t_quantile
+
+Questions = Literal["drawn", "fixed"]
+
+
+def over_units(table: np.ndarray, questions: Questions) -> Estimate:
+    """Mean of numbers (questions, units), or (1, units) for a number of a whole run."""
+    return mean_ci_crossed(table) if questions == "drawn" and len(table) > 1 else mean_ci(table.mean(axis=0))
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A contrast in one setting, questions drawn. The units of `whole` are bases if there are several, else seeds."""
+
+    whole: Estimate
+    unit: str  # base or seed
+    seeds: int  # of each base
+    questions: int  # averaged over; 1 for a number of the whole run
+    bases: RandomEffects | None = None
+
+    @property
+    def origin(self) -> str:
+        """What was averaged: 16 bases × 2 seeds × 256 questions drawn, 15 df."""
+        units = f"{self.whole.n} {self.unit}{'s' if self.whole.n > 1 else ''}"
+        seeds = f" × {self.seeds} seed{'s' if self.seeds > 1 else ''}" if self.unit == "base" else ""
+        questions = f" × {self.questions} questions drawn" if self.questions > 1 else ""
+        return units + seeds + questions + (f", {self.whole.df:.0f} df" if self.whole.stderr > 0 else "")
+
+
+def effect_of(values: np.ndarray) -> Effect:
+    """The effect of differences (questions, bases, seeds)."""
+    questions, bases, seeds = values.shape
+    if bases > 1:
+        effects = over_bases(values)
+        return Effect(effects.whole, "base", seeds, questions, effects)
+    return Effect(over_units(values[:, 0], "drawn"), "seed", seeds, questions)
+
+
+@dataclass(frozen=True)
+class RandomEffects:
+    """An effect over several bases; `between` is the estimated standard deviation of the bases' true effects."""
+
+    whole: Estimate  # over bases
+    by_base: tuple[Estimate, ...]
+    between: float
+    prediction: tuple[float, float] | None  # 95 % interval for one more base of as many seeds; None below three bases
+
+
+def over_bases(values: np.ndarray) -> RandomEffects:
+    """Random-effects mean of numbers (questions, bases, seeds), questions drawn; 1 of them for numbers of a whole run.
+
+    Bases are the units and have equal weights, so Student's t with B - 1 degrees of freedom is exact whatever the
+    spread within bases. The same holds for the prediction interval of the mean of one more base.
+    """
+    _, b, s = values.shape
+    require(b > 1, f"an effect over bases needs at least two of them, got {b}")
+    means = values.mean(2)  # (questions, bases)
+    whole = over_units(means, "drawn")
+    by_base = tuple(over_units(values[:, i], "drawn") for i in range(b))
+    spread = float(means.mean(0).var(ddof=1))
+    within = float(values.mean(0).var(axis=1, ddof=1).mean()) / s if s > 1 else 0.0
+    half_width = t_quantile((1 + CONFIDENCE) / 2, b - 1) * math.sqrt(spread * (1 + 1 / b))
+    prediction = (whole.value - half_width, whole.value + half_width) if b > 2 else None
+    return RandomEffects(whole, by_base, math.sqrt(max(0.0, spread - within)), prediction)

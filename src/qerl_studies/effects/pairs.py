@@ -1,0 +1,105 @@
+"""Which runs make a pair, and their differences: runs of one base and seed, on one machine, asked the same questions.
+
+Such runs share prompts and random numbers, whose influence cancels. Tables have a column for each cell, a pair (base,
+seed); their rows are questions, steps of a curve, or the one number of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from qerl_core.checks import ConfigError, require
+from qerl_studies.runs.load import Run
+
+Number = Callable[[Run], "pd.Series | float"]  # of a run, or one for each question or step
+Arm = Mapping[tuple[Any, int], Run]  # by base and seed
+MINUS = (1, -1)  # the signs of the first arm minus the second
+
+
+def arm_of(runs: Arm | Sequence[Run]) -> Arm:
+    return runs if isinstance(runs, Mapping) else {run.cell: run for run in runs}
+
+
+def by_cell(runs: Arm | Sequence[Run], number: Number) -> pd.DataFrame:
+    """The numbers of each run, a column per cell; rows are the steps or questions that all runs have."""
+    return _table({cell: pd.Series(number(run)) for cell, run in arm_of(runs).items()})
+
+
+def _table(columns: Mapping[tuple[Any, int], pd.Series]) -> pd.DataFrame:
+    table = pd.concat(columns.values(), axis=1, join="inner")
+    table.columns = pd.MultiIndex.from_tuples(columns, names=["base", "seed"])
+    return table
+
+
+def average_seeds(table: pd.DataFrame) -> pd.DataFrame:
+    """One column per base, the mean over its seeds; with a single base, one column per seed."""
+    bases = table.columns.get_level_values("base").unique()
+    if len(bases) == 1:
+        return table
+    return pd.DataFrame({base: table.xs(base, axis="columns", level="base").mean(axis="columns") for base in bases})
+
+
+def mean_of_runs(runs: Arm | Sequence[Run], number: Number) -> float:
+    """Over bases, or over the seeds of one."""
+    return float(average_seeds(by_cell(runs, number)).to_numpy().mean())
+
+
+def mixed_machines(arms: Iterable[Arm]) -> list[str]:
+    """Machines and library versions that differ between the arms in some cell; empty if every pair has one."""
+    arms, mixed = [*arms], dict[str, None]()
+    for cell in sorted({cell for arm in arms for cell in arm}):
+        blocks = dict.fromkeys(arm[cell].block for arm in arms if cell in arm)
+        mixed |= blocks if len(blocks) > 1 else {}
+    return [*mixed]
+
+
+def differences(
+    arms: Sequence[Arm | Sequence[Run]],
+    number: Number,
+    signs: Sequence[int] = MINUS,
+    by_step: bool = False,
+    any_machine: bool = False,
+) -> pd.DataFrame:
+    """The first arm minus the second, or what `signs` make of more arms, within each cell.
+
+    Rows are the questions, which all runs must have, or `by_step` the steps that all have. Raises ConfigError for a
+    cell that an arm lacks, for one whose runs are of several machines or library versions unless `any_machine` may do,
+    and for different questions.
+    """
+    of_arms = [arm_of(arm) for arm in arms]
+    first = of_arms[0]
+    names = " and ".join(next(iter(arm.values())).name for arm in of_arms)
+    unpaired = sorted({cell for arm in of_arms for cell in first.keys() ^ arm.keys()})
+    require(not unpaired, f"{names} do not have the same bases and seeds: not all have {unpaired}")
+    mixed = mixed_machines(of_arms)
+    require(
+        any_machine or not mixed,
+        f"{names} ran on different machines or library versions ({'; '.join(mixed)}), so other causes may add to their "
+        "difference: run all on one",
+    )
+    numbers = [{cell: pd.Series(number(arm[cell])) for cell in first} for arm in of_arms]
+    tables = [_table(columns) for columns in numbers]
+    rows = reduce(pd.Index.intersection, [table.index for table in tables])
+    if not by_step and any(len(one) > len(rows) for columns in numbers for one in columns.values()):
+        asked = ", ".join(sorted({run.name for arm in of_arms for run in arm.values()}))
+        raise ConfigError(f"these runs were asked different questions: {asked}")
+    first_table, *others = (sign * table.loc[rows] for sign, table in zip(signs, tables, strict=True))
+    return sum(others, first_table)
+
+
+def of_units(
+    arms: Sequence[Arm | Sequence[Run]], number: Number, by_step: bool = False, any_machine: bool = False
+) -> pd.DataFrame:
+    """`differences` of two arms, the seeds of each base averaged: a column per base, or per seed of the only base."""
+    return average_seeds(differences(arms, number, MINUS, by_step, any_machine))
+
+
+def as_grid(table: pd.DataFrame) -> np.ndarray:
+    """A table whose bases have equally many seeds, as numbers (questions, bases, seeds)."""
+    bases = table.columns.get_level_values("base").unique()
+    return np.stack([table.xs(base, axis="columns", level="base").to_numpy() for base in bases], axis=1)

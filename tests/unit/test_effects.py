@@ -1,0 +1,110 @@
+"""Pairs, mean differences and their words: numbers by hand, and that figures and claims have one interval."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from qerl_core.checks import ConfigError
+from qerl_core.statistics import Estimate, mean_ci, mean_ci_crossed
+from qerl_studies.effects.estimate import effect_of, over_units
+from qerl_studies.effects.pairs import as_grid, differences, of_units
+from qerl_studies.effects.state import WORDS, State, of_interval, of_look
+from qerl_studies.figures import paired
+from qerl_studies.runs.measure import ACCURACY
+
+CELLS = [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("c", 0), ("c", 1)]
+QUESTIONS = [f"q{i}" for i in range(20)]
+
+
+def arm(name: str, numbers: np.ndarray, **changed: Any) -> list[Any]:
+    """A run for each of CELLS, with its numbers (questions,) or one number."""
+    return [
+        SimpleNamespace(**{"name": f"{name}-{cell}", "cell": cell, "block": "a card", "own": own} | changed)
+        for cell, own in zip(CELLS, numbers, strict=True)
+    ]
+
+
+def own(run: Any) -> Any:
+    return pd.Series(run.own, index=QUESTIONS) if np.ndim(run.own) else float(run.own)
+
+
+@pytest.fixture
+def arms() -> tuple[list[Any], list[Any], np.ndarray]:
+    """Two arms and their differences, (questions, cells)."""
+    draw = np.random.default_rng(0)
+    control, added = draw.uniform(size=(6, 20)), draw.normal(0.1, 0.2, (6, 20))
+    return arm("treated", control + added), arm("control", control)[::-1], added.T
+
+
+def test_differences_are_taken_in_each_cell_and_question_whatever_the_order(arms: Any) -> None:
+    treated, control, added = arms
+    for order in (control, control[::-1]):
+        found = differences([treated, order], own)
+        assert [*found.columns] == CELLS and [*found.index] == QUESTIONS
+        assert found.to_numpy() == pytest.approx(added)
+    assert as_grid(found) == pytest.approx(added.reshape(20, 3, 2))
+
+
+def test_questions_are_drawn_or_fixed(arms: Any) -> None:
+    treated, control, _ = arms
+    table = of_units([treated, control], own).to_numpy()
+    assert table.shape == (20, 3)
+    drawn, fixed = over_units(table, "drawn"), over_units(table, "fixed")
+    assert drawn == mean_ci_crossed(table) and fixed == mean_ci(table.mean(axis=0))
+    assert drawn.value == pytest.approx(fixed.value) and drawn.half_width != fixed.half_width
+    assert over_units(table[:1], "drawn") == over_units(table[:1], "fixed")  # a number of the whole run
+
+
+def test_a_figure_has_the_interval_of_the_claim(arms: Any) -> None:
+    """Over the same runs; a page that fixed the questions and one that drew them told two for one difference."""
+    treated, control, added = arms
+    shown, points = paired.effect(treated, control, replace(ACCURACY, metric=own))
+    whole = effect_of(added.reshape(20, 3, 2)).whole
+    assert (shown.low, shown.high) == pytest.approx((whole.low, whole.high))
+    assert points == pytest.approx(added.mean(0).reshape(3, 2).mean(1))
+
+
+def test_what_is_no_pair_is_refused(arms: Any) -> None:
+    treated, control, _ = arms
+    with pytest.raises(ConfigError, match=r"same bases and seeds: not all have \[\('a', 0\)\]"):
+        differences([treated, control[:-1]], own)
+    elsewhere = arm("control", np.array([run.own for run in control]), block="another card")
+    with pytest.raises(ConfigError, match=r"different machines or library versions .*a card; another card"):
+        differences([treated, elsewhere], own)
+    assert len(differences([treated, elsewhere], own, any_machine=True)) == 20
+    with pytest.raises(ConfigError, match="different questions: control"):
+        differences([treated, control], lambda run: own(run).iloc[: 20 - run.name.startswith("control")])
+    steps = differences([treated, control], lambda run: own(run).iloc[: 20 - run.name.startswith("c")], by_step=True)
+    assert len(steps) == 19
+
+
+@pytest.mark.parametrize(
+    ("value", "of_pair", "of_contrast"),
+    [(0.05, "higher", "higher"), (-0.05, "lower", "lower"), (0.0, "no difference beyond the margin", "negligible")],
+)
+def test_one_interval_has_one_state(value: float, of_pair: str, of_contrast: str) -> None:
+    estimate = Estimate(value, 0.001, 12, 11)
+    assert of_interval(estimate, 0.01).of_pair == of_pair
+    assert of_look(estimate, estimate.p_outside(0.0), 0.05, 0.01).of_contrast == of_contrast
+    wide = Estimate(value, 0.1, 12, 11)
+    assert of_interval(wide, 0.01) == of_look(wide, 0.6, 0.05, 0.01) == State()
+
+
+def test_a_small_effect_has_both_a_direction_and_a_size() -> None:
+    small = of_interval(Estimate(-0.005, 0.001, 12, 11), 0.01)
+    assert small == State(direction=-1, within=True)
+    assert (small.of_claim, small.of_contrast, small.word) == (
+        "reversed but negligible", "lower", "opposite, within the margin"
+    )  # fmt: skip
+
+
+def test_each_state_has_one_of_five_words() -> None:
+    states = [State(1), State(-1, harm=True), State(within=True, untested="incomplete"), State(), State(untested="x")]
+    assert [one.word for one in states] == [*WORDS]
+    assert [one.of_claim for one in states[:4]] == ["supported", "harms", "negligible", "undecided"]
