@@ -49,11 +49,7 @@ from qerl_core.checks import ConfigError, naming, require
 from qerl_core.records import Demonstration, Message, Prompt
 
 log = logging.getLogger(__name__)
-CARD = """---
-library_name: peft
----
-A LoRA adapter, trained by qerl-bench on {base}.
-"""
+CARD = "---\nlibrary_name: peft\n---\nA LoRA adapter, trained by qerl-bench on {base}.\n"
 
 
 class Policy:
