@@ -200,7 +200,7 @@ LONG_CONTEXTS = [f"shape/{name}" for name in ("14b", "32b", "72b", "llama-3.1-8b
 
 def _refusal(row: dict[str, str]) -> str | None:
     """The options that the refusal of this combination names, as a pattern; None if the combination must compose."""
-    row = {"quant": "bf16", "aqn": "none", "lora": "default"} | row
+    row = {"quant": "bf16", "aqn": "none", "algo": "grpo", "lora": "default"} | row
     if row["lora"] == "none" and row["quant"] != "bf16":
         return f"lora=none .*quant={row['quant']} .*lora=default, or quant=bf16"
     in_float32 = ("tiny", "tiny_untrained", "shape/tiny", "small/")
