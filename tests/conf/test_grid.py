@@ -48,16 +48,12 @@ EXPERIMENTS = sorted(
     for path in (CONF_DIR / "experiment").rglob("*.yaml")
     if path.parent.name not in ("paper", "speed", "tiny")  # test_studies.py has those
 )
-# Full products: of the axes that may exclude each other, where each check of Experiment finds all that it reads in one,
-# and of those that a user chooses between from day to day.
+# Full products: of the axes that may exclude each other, and of those that a user chooses between from day to day.
 GRIDS = (
-    ("quant", "quantizer", "aqn", "algo", "lora"),
-    ("quant", "quantizer", "algo", "lora", "model"),
-    ("quant", "quantizer", "aqn", "lora", "model"),
-    ("aqn", "algo", "lora", "model"),
-    ("quant", "aqn", "algo", "lora", "eval", "engine"),
+    ("quant", "quantizer", "aqn", "algo", "lora", "model"),
+    ("quant", "aqn", "algo", "lora", "eval", "logger", "engine"),
     ("task", "model", "algo", "eval", "engine"),
-    ("task", "algo", "reward", "logger"),
+    ("task", "algo", "reward"),
 )
 
 

@@ -170,9 +170,12 @@ def test_two_seeds_are_drawn_beside_their_mean_because_their_interval_says_nothi
 
 
 def test_smoothing_is_a_centred_mean_that_shortens_at_the_ends(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "a", {"accuracy": [0.0, 0.3, 0.9, 0.3]})
+    run = write_run(tmp_path / "a", {"accuracy": [0.0, 0.3, 0.9] * 5})
     _, (line,) = curve([run], "accuracy", smooth=3)
-    np.testing.assert_allclose(line.get_ydata(), [0.15, 0.4, 0.5, 0.6])
+    np.testing.assert_allclose(line.get_ydata(), [0.15, *[0.4] * 13, 0.6])
+    short = write_run(tmp_path / "b", {"accuracy": ([0.0, 0.3, 0.9] * 5)[:14]})
+    _, (line,) = curve([short], "accuracy", smooth=3)  # more than a fifth of it
+    np.testing.assert_allclose(line.get_ydata(), ([0.0, 0.3, 0.9] * 5)[:14])
     for smooth in (0, 4):
         with pytest.raises(ConfigError, match="odd"):
             curve([run], "accuracy", smooth=smooth)
@@ -181,11 +184,11 @@ def test_smoothing_is_a_centred_mean_that_shortens_at_the_ends(tmp_path: Path) -
 @pytest.mark.parametrize("smooth", [1, 3])
 def test_a_number_that_was_not_finite_leaves_a_gap_in_the_mean(tmp_path: Path, smooth: int) -> None:
     runs = [
-        write_run(tmp_path / "a", {"loss": [1.0, None, 1.0, 1.0]}, seed=0),
-        write_run(tmp_path / "b", {"loss": [3.0, 3.0, 3.0, 3.0]}, seed=1),
+        write_run(tmp_path / "a", {"loss": [1.0, None, *[1.0] * 13]}, seed=0),
+        write_run(tmp_path / "b", {"loss": [3.0] * 15}, seed=1),
     ]
     _, (line, *_) = curve(runs, "loss", smooth)
-    assert [math.isnan(y) for _, y in points(line)] == [False, True, False, False]
+    assert [math.isnan(y) for _, y in points(line)] == [False, True, *[False] * 13]
     assert np.nanmax(np.asarray(line.get_ydata())) == 2.0
 
 

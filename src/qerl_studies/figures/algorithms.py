@@ -22,7 +22,7 @@ from qerl_studies.effects.pairs import average_seeds, by_cell
 from qerl_studies.figures.run import mean_and_band, moving_average
 from qerl_studies.figures.style import OTHER_COLORS, caption, label_axes, label_ends, panels, paper_style
 from qerl_studies.runs.load import Run
-from qerl_studies.runs.settings import Setting, Study, describe_repeats, unit_count
+from qerl_studies.runs.settings import Setting, Study, describe_repeats, steps_around, unit_count
 from qerl_studies.tables.paper import Table
 
 PANELS = ("reward/mean", "entropy")
@@ -55,7 +55,8 @@ def gains(study: Study) -> Table:
     for name, column in (("before", "start"), ("after", "final"), ("after, sampled", "sampled_final")):
         shown[name] = [f"{100 * value:.1f}" for value in table[column]]
     shown["gain"] = [
-        f"{100 * gain:+.1f} [{100 * (gain - half):+.1f}, {100 * (gain + half):+.1f}]"
+        f"{100 * gain:+.1f} "
+        + (f"[{100 * (gain - half):+.1f}, {100 * (gain + half):+.1f}]" if half > 0 else "no interval")
         for gain, half in zip(table["gain"], table["gain_half"], strict=True)
     ]
     seeds = ", ".join(str(n) for n in sorted(set(table["seeds"])))
@@ -76,8 +77,8 @@ def completions_sampled(run: Run) -> pd.Series:
 def algorithm_curves(study: Study, smooth: int) -> Figure:
     """Reward and entropy against completions sampled: the mean of each algorithm over seeds, with its 95 % interval.
 
-    If a run with dynamic sampling did not record how often it sampled again, the axis is the step, and the caption
-    names the algorithm.
+    Each step shows the mean of `smooth` steps around it, at most a fifth of the run. If a run with dynamic sampling did
+    not record how often it sampled again, the axis is the step, and the caption names the algorithm.
     """
     groups: dict[str, Sequence[Run]] = {name: setting.runs for name, setting in by_algorithm(study).items()}
     unknown = [
@@ -87,6 +88,7 @@ def algorithm_curves(study: Study, smooth: int) -> Figure:
             run.option("algo").get("max_resampling_rounds", 0) and run.series("train", REFILLS).empty for run in group
         )
     ]
+    smooth = steps_around([run for group in groups.values() for run in group], smooth)
     with paper_style():
         figure, axes = panels(1, len(PANELS), 2.0)
         for ax, metric in zip(axes[0], PANELS, strict=True):

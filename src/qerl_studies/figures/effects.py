@@ -157,8 +157,7 @@ def level_plot(arms: Sequence[PlottedArm], measures: Sequence[Measure], *notes: 
                     text, (0, height), (2, -8), xycoords=("axes fraction", "data"), textcoords="offset points",
                     va="center", fontsize=small(), color="#555555",
                 )  # fmt: skip
-            ax.set_xlim(left=0)
-            ax.margins(x=0.08)
+            ax.set_xlim(0, 1.05 * max(measure.number(run) for arm in arms for run in arm.runs))
             ax.set_xlabel(measure.name)
             ax.xaxis.set_major_locator(MaxNLocator(nbins=4))
             label_rows(ax, [arm.label for arm in arms], top=0.5, bottom=0.3)

@@ -38,7 +38,7 @@ from qerl_studies.figures.style import (
     save,
 )
 from qerl_studies.runs.load import Run, load_run
-from qerl_studies.runs.settings import Setting, Study, describe_repeats, unit_count
+from qerl_studies.runs.settings import Setting, Study, describe_repeats, steps_around, unit_count
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # of settings with one color and dash
 HELD_OUT = {"greedy": "o", "sampled": "s"}  # decoding of the held-out questions -> marker
@@ -51,14 +51,14 @@ LENIENT = {"greedy": "+", "sampled": "x"}  # the same by the last number, whatev
 def comparison(study: Study, metrics: Sequence[str], smooth: int = 1, share_y: bool = False) -> Figure:
     """One panel per metric, and a line per setting.
 
-    `smooth` is the number of steps, an odd one, in the mean around each step; fewer at the ends. With three or more
-    seeds a band is the 95 % interval of their mean at each step, over the steps that all of them have. Of two, whose
-    interval is 12.7 standard errors wide to either side, each is a thin line. A non-finite value leaves a gap. Raises
-    ConfigError if no run has the metric, or if a setting has two runs of a seed.
+    `smooth` is the number of steps, an odd one, in the mean around each step, at most a fifth of the run. With three or
+    more seeds a band is the 95 % interval of their mean at each step, over the steps that all of them have. Of two,
+    whose interval is 12.7 standard errors wide to either side, each is a thin line. A non-finite value leaves a gap.
+    Raises ConfigError if no run has the metric, or if a setting has two runs of a seed.
     """
     require(bool(study.runs), "no finished run to draw: pass folders that hold some")
     require(smooth >= 1 and smooth % 2 == 1, f"smooth counts steps and must be odd and at least 1, got {smooth}")
-    settings = _labelled(study)
+    settings, smooth = _labelled(study), steps_around(study.runs, smooth)
     longest = max((setting.runs for setting in settings), key=len)
     with paper_style():
         figure, axes = panels(1, len(metrics), 2.1, sharey=share_y)

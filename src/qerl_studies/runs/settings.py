@@ -203,3 +203,9 @@ def by_scope(runs: Sequence[Run]) -> dict[str, list[Run]]:
     for run in runs:
         scopes.setdefault(f"{run.option('model.name')} on {run.option('task.name')}", []).append(run)
     return dict(sorted(scopes.items()))
+
+
+def steps_around(runs: Sequence[Run], wanted: int) -> int:
+    """How many steps a mean around each step takes, an odd number: `wanted`, at most a fifth of the shortest run."""
+    fifth = min(run.last_step for run in runs) // 5
+    return max(1, min(wanted, fifth - 1 + fifth % 2))
