@@ -159,9 +159,17 @@ def test_a_study_gives_the_verdicts_that_it_gave(capsys: pytest.CaptureFixture[s
     """Words and effects; intervals are a matter of the statistics."""
     printed(capsys, "claims", STUDY, "out=claims")
     page = Path("claims/claims.md").read_text()
-    assert re.search(r"2\. Faster reward growth than 16-bit LoRA: \*\*undecided\*\* \| nvfp4 - bf16 \| -0\.0043 ", page)
-    assert re.search(r"3\. Higher final accuracy than 16-bit LoRA: \*\*undecided\*\* \| nvfp4 - bf16 \| -9\.38 ", page)
-    assert re.search(r"4\. AQN adds to it: \*\*not testable here\*\* \| exp - none \| \+0\.00 .*\| \+21\.88 ", page)
+    assert re.search(
+        r"2\. Faster reward growth than 16-bit LoRA: \*\*undecided\*\* \(not decided\) \| nvfp4 - bf16 \| -0\.0043 ",
+        page,
+    )
+    assert re.search(
+        r"3\. Higher final accuracy than 16-bit LoRA: \*\*undecided\*\* \(not decided\) \| nvfp4 - bf16 \| -9\.38 ",
+        page,
+    )
+    assert re.search(
+        r"4\. AQN adds to it: \*\*not testable here\*\* \(not tested\) \| exp - none \| \+0\.00 .*\| \+21\.88 ", page
+    )
     assert "1 study, 12 runs" in printed(capsys, "report", STUDY, "out=report")
 
 

@@ -16,7 +16,7 @@ from qerl_bench.config import compose, spec
 from qerl_bench.eval.base import Score, metrics_of
 from qerl_bench.eval.task import grade_rollouts, scores_of
 from qerl_bench.eval.validation import log_validation, metrics_of_validation
-from qerl_bench.probe.merging_cost import in_words
+from qerl_bench.probe.merging_cost import cost_table
 from qerl_bench.task.base import held_out
 from qerl_core.checks import ConfigError
 from qerl_core.records import Prompt, Rollout
@@ -176,7 +176,7 @@ def test_pages_and_commands_show_no_interval_of_one_question(
     assert interval(over_samples([[1.0]]), ".1f") == "100.0" and interval(over_samples([[1.0], [0.0]])).count("[") == 1
     cost = {"accuracy": {"apart": 1.0, "merged": 0.0, "base": 0.0}, "kl": {"merged": 0.1, "base": 0.2}}
     gap = {name: {"value": -1.0, "stderr": None} for name in ("merged", "base")}
-    assert "+-" not in in_words({**cost, "difference": gap, "questions": 1, "samples": 1, "update_kept": 0.5})
+    assert "+-" not in cost_table({**cost, "difference": gap, "questions": 1, "samples": 1, "update_kept": 0.5})
     found = scored(tmp_path, task_of(tmp_path, [QUESTION, *OTHERS]), [{"question": QUESTION, "completion": "#### 10"}])
     assert found["stderr"] is None and found["accuracy"] == 1.0
     said = capsys.readouterr().out
