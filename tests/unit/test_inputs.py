@@ -124,11 +124,12 @@ def test_questions_that_a_package_generates_count(make_config: Callable[..., Any
     experiment = build(make_config())
     before = inputs_of(experiment, None, None)
 
+    def answered_by_1(prompts: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: [replace(prompt, answer="1") for prompt in prompts(*given)]
+
     task: Any = replace(experiment.task)
-    others = {name: getattr(task, name) for name in ("train_prompts", "eval_prompts")}
-    for name, prompts in others.items():
-        ask = lambda *given, prompts=prompts: [replace(prompt, answer="1") for prompt in prompts(*given)]  # noqa: E731
-        object.__setattr__(task, name, ask)
+    for name in ("train_prompts", "eval_prompts"):
+        object.__setattr__(task, name, answered_by_1(getattr(task, name)))
     after = inputs_of(replace(experiment, task=task), None, None)
     assert before.keys() == after.keys() == {"the training data", "the held-out data"}
     assert not before.items() & after.items()

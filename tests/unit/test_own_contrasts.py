@@ -15,7 +15,8 @@ from qerl_core.options.fingerprint import canonical
 from qerl_core.statistics import Estimate
 from qerl_studies.commands import compare
 from qerl_studies.commands import report as command
-from qerl_studies.figures.headline import POINTS, by_step, in_a_word, value_of
+from qerl_studies.effects.state import of_interval
+from qerl_studies.figures.headline import POINTS, by_step, value_of
 from qerl_studies.report.curve_drawing import Frame
 from qerl_studies.report.own_runs import CURVES, drawn_arms, own_content
 from qerl_studies.runs.comparable import load_runs
@@ -97,7 +98,7 @@ def test_the_numbers_of_a_contrast_are_those_of_its_runs() -> None:
      (0.01, 0.1, 0.1, "not decided"), (0.5, 0.01, 0.0, "higher"), (0.5, math.nan, 0.1, "not tested")],
 )  # fmt: skip
 def test_a_word_follows_from_the_interval(value: float, error: float, margin: float, word: str) -> None:
-    assert in_a_word(Estimate(value, error, 9, 8), margin) == word
+    assert of_interval(Estimate(value, error, 9, 8), margin).of_pair == word
 
 
 def test_a_curve_has_the_mean_of_its_runs_at_each_step() -> None:

@@ -59,8 +59,11 @@ def study_of(effects: dict[str, list[float]], **changed: Any) -> Any:
 @pytest.fixture(autouse=True)
 def no_gates_of_made_up_studies(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = primary.failed_gates
-    made_up = lambda study, *rest: () if isinstance(study, SimpleNamespace) else asked(study, *rest)  # noqa: E731
-    monkeypatch.setattr(primary, "failed_gates", made_up)
+
+    def none_of_made_up(study: Any, contrasts: Any, bases: Any) -> dict[str, tuple[str, ...]]:
+        return dict.fromkeys(contrasts, ()) if isinstance(study, SimpleNamespace) else asked(study, contrasts, bases)
+
+    monkeypatch.setattr(primary, "failed_gates", none_of_made_up)
 
 
 NOISY = [0.05, 0.06, 0.04, 0.055, 0.2, 0.2]

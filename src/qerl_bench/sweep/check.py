@@ -141,11 +141,11 @@ def check_point(composer: Composer, overrides: Sequence[str], here: bool = True,
 
 def tell_what_follows(points: Sequence[Sequence[str]]) -> None:
     """Say that lora.alpha differs between the points of a sweep over lora.rank, whose words do not name it."""
-    ranks = {word for words in points for word in words if word.startswith("lora.rank=")}
-    if len(ranks) < 2 or any(word.startswith("lora.alpha=") for words in points for word in words):
+    by_rank = {word: words for words in points for word in words if word.startswith("lora.rank=")}
+    if len(by_rank) < 2 or any(word.startswith("lora.alpha=") for words in points for word in words):
         return
     composer = Composer()
-    if len({composer.tree(words)["lora"]["alpha"] for words in points}) > 1:
+    if len({composer.tree(words)["lora"]["alpha"] for words in by_rank.values()}) > 1:
         log.info(
             "lora.alpha follows lora.rank, and the size of a step grows with it: for the rank alone add lora.alpha=32"
         )

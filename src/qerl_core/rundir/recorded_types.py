@@ -5,17 +5,12 @@ A key that is missing is another matter, and unknown keys are left alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from qerl_core.checks import ConfigError
+from qerl_core.checks import ConfigError, is_number, is_texts
 
 Kind = tuple[Callable[[Any], bool], str]  # whether a value is one, and what it must be
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _texts(value: Any) -> bool:
@@ -29,11 +24,11 @@ def _or_null(kind: Kind) -> Kind:
 TEXT: Kind = (lambda value: isinstance(value, str)), "a text"
 WHOLE: Kind = (lambda value: type(value) is int), "a whole number"
 FLAG: Kind = (lambda value: type(value) is bool), "true or false"
-NUMBER: Kind = _number, "a number"
+NUMBER: Kind = is_number, "a number"
 OBJECT: Kind = (lambda value: isinstance(value, dict)), "an object"
 OBJECTS: Kind = (lambda value: isinstance(value, list) and all(isinstance(one, dict) for one in value)), "objects"
 TEXTS: Kind = _texts, "an object of texts"
-LIST: Kind = (lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value)), "a list of texts"
+LIST: Kind = is_texts, "a list of texts"
 VERSIONS: Kind = (
     (lambda value: isinstance(value, dict) and all(one is None or isinstance(one, str) for one in value.values())),
     "an object of versions",

@@ -17,7 +17,6 @@ from qerl_core.statistics import Estimate, mean_ci
 from qerl_studies.claims.measures import ACCURACY, REWARD
 from qerl_studies.effects.estimate import Questions, over_units
 from qerl_studies.effects.pairs import average_seeds, by_cell, mean_of_runs, of_units
-from qerl_studies.effects.state import of_interval
 from qerl_studies.runs.load import Cell, Run
 from qerl_studies.runs.measure import last_fifth_mean
 
@@ -87,11 +86,6 @@ def _by_question(arms: Sequence[Arm], name: str) -> Estimate | None:
     except ConfigError:
         return None
     return over_units(gaps.to_numpy(), "drawn") if len(gaps) > 1 else None
-
-
-def in_a_word(difference: Estimate, margin: float) -> str:
-    """What the interval of a difference leaves; not adjusted for how many differences one looks at."""
-    return of_interval(difference, margin).of_pair
 
 
 def by_step(runs: Sequence[Run], kind: str, metric: str) -> list[tuple[float, Estimate]]:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from qerl_core.statistics import Estimate
-from qerl_studies.figures.headline import HEADLINES, Headline, in_a_word, mean_of, paired, value_of
+from qerl_studies.effects.state import of_interval
+from qerl_studies.figures.headline import HEADLINES, Headline, mean_of, paired, value_of
 from qerl_studies.figures.style import FORMAT_COLORS, OTHER_COLORS, color
 from qerl_studies.report.axes import AXES, axis_of
 from qerl_studies.report.curve_drawing import DrawnArm, draw
@@ -93,4 +94,4 @@ def _cell(headline: Headline, difference: Estimate | None) -> tuple[str, str]:
     scale, digits = (100, 1) if "%" in headline.form else (1, 3)
     value, low, high = (f"{scale * end:+.{digits}f}" for end in (difference.value, difference.low, difference.high))
     text = f"{value} [{low}, {high}]" if difference.stderr > 0 else value
-    return text, in_a_word(difference, headline.margin)
+    return text, of_interval(difference, headline.margin).of_pair

@@ -5,7 +5,7 @@ Units are bases, those that a look sees (design/looks.py). Until the first look 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +65,7 @@ def look(study: Sessions, primary: Primary, count: int) -> list[Looked]:
     estimates = {name: over_units(table, "fixed") for name, table in tables.items()}
     adjusted = holm([estimate.p_outside(0.0) for estimate in estimates.values()])
     last = count == max(primary.looks)
+    failed = failed_gates(study, primary.contrasts, bases)
     return [
         Looked(
             name,
@@ -72,27 +73,33 @@ def look(study: Sessions, primary: Primary, count: int) -> list[Looked]:
             over_units(tables[name], "drawn"),
             p,
             of_look(estimates[name], p, primary.looks[count], primary.margin if last else None),
-            failed_gates(study, primary.contrasts[name], bases),
+            failed[name],
         )
         for name, p in zip(estimates, adjusted.tolist(), strict=True)
     ]
 
 
-def failed_gates(study: Sessions, pair: tuple[str, str], bases: Sequence[int]) -> tuple[str, ...]:
-    """Those that stop one of two arms, as these bases have them, and `acts`: noise that the first alone has must raise
-    the entropy of its sampler. Gates that the study overrode stop nothing.
+def failed_gates(
+    study: Sessions, contrasts: Mapping[str, tuple[str, str]], bases: Sequence[int]
+) -> dict[str, tuple[str, ...]]:
+    """For each contrast those that stop one of its arms, as these bases have them, and `acts`: noise that the first arm
+    alone has must raise the entropy of its sampler. Gates that the study overrode stop nothing.
     """
     runs = {cell: run for cell, run in study.runs.items() if cell[1] in bases}
     results = gates(study.design, [study.probes[base] for base in bases], runs)
     stopped = blocked(override(results, study.overridden))
-    failed = list(dict.fromkeys(gate for arm in pair for gate in stopped.get(arm, ())))
-    noises = {arm.name: study.design.option(arm, "aqn")["name"] for arm in study.design.arms if arm.name in pair}
-    if noises[pair[0]] != noises[pair[1]] == "none":
-        arms = [_cells(study, arm, bases) for arm in pair]
-        found = over_units(of_units(arms, NOISY_ENTROPY.averaged).to_numpy(), "fixed")
-        if not found.p_above(0.0) <= LEVEL:
-            failed.append(f"acts ({NOISY_ENTROPY.name} {NOISY_ENTROPY.estimate_text(found)})")
-    return tuple(failed)
+    noises = {arm.name: study.design.option(arm, "aqn")["name"] for arm in study.design.arms}
+    failed = {
+        name: tuple(dict.fromkeys(gate for arm in pair for gate in stopped.get(arm, ())))
+        for name, pair in contrasts.items()
+    }
+    for name, pair in contrasts.items():
+        if noises[pair[0]] != noises[pair[1]] == "none":
+            arms = [_cells(study, arm, bases) for arm in pair]
+            found = over_units(of_units(arms, NOISY_ENTROPY.averaged).to_numpy(), "fixed")
+            if not found.p_above(0.0) <= LEVEL:
+                failed[name] += (f"acts ({NOISY_ENTROPY.name} {NOISY_ENTROPY.estimate_text(found)})",)
+    return failed
 
 
 def primary_page(study: Sessions) -> str:
