@@ -117,6 +117,10 @@ def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= LINES and len(README.split()) <= WORDS
 
 
+def test_the_photograph_of_a_report_is_small() -> None:
+    assert (ROOT / "docs/pictures/report.png").stat().st_size < 60_000
+
+
 @pytest.mark.parametrize("text", SHOWN, ids=("first tables", "all claims in full"))
 def test_every_effect_of_the_readme_and_of_the_verdicts_is_on_a_page_of_results(text: str) -> None:
     shown = EFFECT.findall(text)
