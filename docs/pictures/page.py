@@ -1,6 +1,6 @@
 """Photographs the first screen of the report of a committed study for README.md, in Debian's Chromium.
 
-    python docs/pictures/page.py     # docs/pictures/report.png, under 60 KB; Chromium as `make test-page` installs it
+python docs/pictures/page.py     # docs/pictures/report.png, under 60 KB; Chromium as `make test-page` installs it
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ def main() -> None:
         report = [sys.executable, "-m", "qerl_bench", "report", str(STUDY), f"out={folder}"]
         subprocess.run(report, cwd=ROOT, check=True)
         shot = Path(folder) / "shot.png"
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}/profile"]
+        flags = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            f"--user-data-dir={folder}/profile",
+        ]
         size = f"--window-size={WIDTH},{HEIGHT + 200}"
         page = (Path(folder) / "index.html").as_uri()
         subprocess.run([browser, *flags, size, f"--screenshot={shot}", page], check=True, stderr=subprocess.DEVNULL)

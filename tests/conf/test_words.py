@@ -83,10 +83,15 @@ def unexplained(page: str, words: set[str]) -> list[str]:
     shown = "\n".join(line for line in page.splitlines() if not line.startswith(("#", "![", "    ")))
     shown = re.sub(r"```.*?```|`[^`]*`", "", shown, flags=re.DOTALL)
     explained = re.compile(r"\[[^\]]*\]\([^)]*glossary\.md[^)]*\)|(?<![*\w])\*[^*\n]+\*(?![*\w])")
-    elsewhere = re.sub(r"\]\([^)]*\)", lambda link: " " * len(link[0]), explained.sub(lambda one: " " * len(one[0]), shown))
+    elsewhere = re.sub(
+        r"\]\([^)]*\)", lambda link: " " * len(link[0]), explained.sub(lambda one: " " * len(one[0]), shown)
+    )
     missing = []
     for word in sorted(words):
-        many = re.compile(rf"(?<![\w-]){re.escape(word.removesuffix('y'))}(?:{'y|ies' if word.endswith('y') else 's?'})(?![\w-])", re.IGNORECASE)
+        many = re.compile(
+            rf"(?<![\w-]){re.escape(word.removesuffix('y'))}(?:{'y|ies' if word.endswith('y') else 's?'})(?![\w-])",
+            re.IGNORECASE,
+        )
         plain = many.search(elsewhere)
         told = min((one.start() for one in explained.finditer(shown) if many.search(one[0])), default=len(shown))
         if plain and plain.start() < told:
