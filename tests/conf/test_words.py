@@ -1,7 +1,7 @@
 """First screens are light: few numbers in 100 words of prose, and few in a sentence. Intervals stand in tables.
 
-A number is one in digits or in words; "one" is left out, which is seldom a number in English. A word that the glossary gives
-a meaning of its own is linked to it, or explained in italics, where a page has it first.
+A number is one in digits or in words; "one" is left out, which is seldom a number in English. A word that the glossary
+gives a meaning of its own is linked to it, or explained in italics, where a page has it first.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NUMBER = re.compile(
 )
 # Of the glossary's words those that a reader who trains language models has with this meaning, and plain English.
 KNOWN = (
-    "experiment study sweep run setting seed factor cell stratum design probe state block tier matched position page row "
-    "request point refusal failure policy rollout group batch update sampler trainer ratio lag advantage engine rank "
-    "sync recompute schedule stage sigma draw controller injector router code symmetric adapter reward grader "
-    "strict lenient validation loss straight-through taught underflow micro-batch session fingerprint seal launcher spec "
-    "invariant activations prefix cluster verdict fixed truncated"
+    "experiment study sweep run setting seed factor cell stratum design probe state block tier matched position "
+    "page row request point refusal failure policy rollout group batch update sampler trainer ratio lag advantage "
+    "engine rank sync recompute schedule stage sigma draw controller injector router code symmetric adapter reward "
+    "grader strict lenient validation loss straight-through taught underflow micro-batch session fingerprint seal "
+    "launcher spec invariant activations prefix cluster verdict fixed truncated"
 )
 
 
@@ -78,23 +78,25 @@ def terms() -> set[str]:
     return {part.strip() for part in parts} - {"term", "---", *KNOWN.split()}
 
 
+EXPLAINED = re.compile(r"\[[^\]]*\]\([^)]*glossary\.md[^)]*\)|(?<![*\w])\*[^*\n]+\*(?![*\w])")
+
+
+def uses(word: str) -> re.Pattern[str]:
+    stem, ends = (word[:-1], "y|ies") if word.endswith("y") else (word, "s?")
+    return re.compile(rf"(?<![\w-]){re.escape(stem)}(?:{ends})(?![\w-])", re.IGNORECASE)
+
+
 def unexplained(page: str, words: set[str]) -> list[str]:
     """The words whose first use in text or tables is neither in a link to the glossary nor in italics."""
     shown = "\n".join(line for line in page.splitlines() if not line.startswith(("#", "![", "    ")))
     shown = re.sub(r"```.*?```|`[^`]*`", "", shown, flags=re.DOTALL)
-    explained = re.compile(r"\[[^\]]*\]\([^)]*glossary\.md[^)]*\)|(?<![*\w])\*[^*\n]+\*(?![*\w])")
-    elsewhere = re.sub(
-        r"\]\([^)]*\)", lambda link: " " * len(link[0]), explained.sub(lambda one: " " * len(one[0]), shown)
-    )
+    hidden = EXPLAINED.sub(lambda one: " " * len(one[0]), shown)  # the same places, without what is explained
+    elsewhere = re.sub(r"\]\([^)]*\)", lambda link: " " * len(link[0]), hidden)
     missing = []
     for word in sorted(words):
-        many = re.compile(
-            rf"(?<![\w-]){re.escape(word.removesuffix('y'))}(?:{'y|ies' if word.endswith('y') else 's?'})(?![\w-])",
-            re.IGNORECASE,
-        )
-        plain = many.search(elsewhere)
-        told = min((one.start() for one in explained.finditer(shown) if many.search(one[0])), default=len(shown))
-        if plain and plain.start() < told:
+        plain = uses(word).search(elsewhere)
+        told = (one.start() for one in EXPLAINED.finditer(shown) if uses(word).search(one[0]))
+        if plain and plain.start() < min(told, default=len(shown)):
             missing.append(word)
     return missing
 
@@ -106,7 +108,7 @@ def test_words_of_our_own_are_explained_where_they_come_first(name: str) -> None
 
 def test_a_word_is_explained_in_a_link_or_in_italics() -> None:
     words = {"copy", "gate", "dose", "arm"}
-    page = "# The gate\n\nA [copy](../docs/glossary.md#runs) of each. A *dose* is small. Copies and doses, and [gates](x.md).\n"
+    page = "# The gate\n\nA [copy](../docs/glossary.md#runs). A *dose* is small. Copies and doses, and [gates](x.md).\n"
     assert unexplained(page, words) == ["gate"]
     assert unexplained("| copies | arm |\n", words) == ["arm", "copy"]
     assert {"copy", "gate", "base", "planted effect", "AQN"} <= terms() and "run" not in terms()

@@ -1,4 +1,4 @@
-"""What a run says of itself before it loads anything, and at its end: what is asked, what it showed, what to type next."""
+"""What a run says of itself before it loads anything, and at its end: what is asked, what it showed, what to type."""
 
 from __future__ import annotations
 
