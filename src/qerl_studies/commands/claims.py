@@ -3,8 +3,7 @@
     qerl-bench claims runs/ out=figures/
     qerl-bench claims runs/ out=figures/ papers=literature
     qerl-bench claims runs/ out=figures/ --config-dir mine     # mine/claim/NAME.yaml too
-
-    qerl-bench claims runs/ out=figures/ --all                 # on the terminal too what these runs say nothing about
+    qerl-bench claims runs/ out=figures/ --all      # prints those without runs too
 
 Writes claims.md, and claims.svg, all claims in one picture; for another family of claims, papers=FAMILY, FAMILY.md, a
 table, and FAMILY.svg. With --format, the table of verdicts for a paper too. `qerl-bench report` makes a page of the
@@ -64,9 +63,8 @@ def shown_results(results: Sequence[ClaimResult], everything: bool) -> list[str]
     """The table for a terminal: of the claims that these runs touch, and how many others there are."""
     told = [result for result in results if everything or is_touched(result)]
     others = len(results) - len(told)
-    count = f"{len(told)} of {len(results)} claims touched by these runs"
-    commands = "the files name the commands that make their runs"
-    folded = [f"{count}; {others} need others: --all shows them, and {commands}."] if others else []
+    count = f"{len(told)} of {len(results)} claims touched by these runs; {others} need others."
+    folded = [f"{count}\n--all shows them; the files name the commands that make their runs."] if others else []
     return [*([summary_text(results, told)] if told else []), *folded]
 
 
