@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
 
 from qerl_bench import dose
 from qerl_bench.experiment_spec import Experiment
+from qerl_core.process.arguments import WIDTH
 from qerl_studies.runs.load import Run
 
 PROMPT = 100  # letters of a prompt that are shown
+BESIDE = 12  # columns of a heading
+DOSE = ("sigma", "sigma_share", "dose_kl", "dose_entropy")
 VARIED = ("quant", "quantizer", "aqn", "noise", "name")  # what the next command chooses
 
 
@@ -37,38 +41,36 @@ def ending(run: Run, words: Sequence[str]) -> list[str]:
     if reward.empty:
         return []
     ends = max(1, len(reward) // 10)
-    found = [f"{name} {ends_of(series, ends)}" for name, series in (("reward", reward), ("entropy", entropy))]
     span = "first and last step" if ends == 1 else f"means of the first and last {ends} steps"
-    noise = [dose.summary_line(step, metrics) for step, metrics in first_doses(run)]
+    found = f"reward {ends_of(reward, ends)}, entropy {ends_of(entropy, ends)} ({span}); one run compares nothing"
+    shown = [part for line in (found, *first_dose(run)) for part in textwrap.wrap(line, WIDTH - BESIDE)]
     quant = run.identity()["quant"]
     kept = [word for word in words if word.lstrip("+~").partition("=")[0].partition(".")[0] not in VARIED]
     here = Path(sys.prefix)
     here = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
-    active = [] if shutil.which("qerl-bench") else [f"source {here / 'bin/activate'}"]
-    commands = [
-        *active,
-        " ".join(["qerl-bench run -m", f"quant=bf16,{'nvfp4' if quant == 'bf16' else quant}", *kept]),
+    to_type = [
+        *([] if shutil.which("qerl-bench") else [f"source {here / 'bin/activate'}"]),
+        shlex.join(["qerl-bench", "run", "-m", f"quant=bf16,{'nvfp4' if quant == 'bf16' else quant}", *kept]),
         f"qerl-bench report {run.path.parent}",
+        "the same in 16 bits and without noise; then all runs on one page, with intervals",
     ]
-    shown = [f"{', '.join(found)} ({span}); one run compares nothing", *noise]
-    meaning = "the same in 16 bits and without noise; then all runs on one page, with intervals"
-    return ["", *told("it showed", shown), *told("type next", [*commands, meaning])]
+    return ["", *beside("it showed", shown), *beside("type next", to_type)]
 
 
-def told(heading: str, lines: Sequence[str]) -> list[str]:
-    return [f"{heading if number == 0 else '':12}{line}" for number, line in enumerate(lines)]
+def beside(heading: str, lines: Sequence[str]) -> list[str]:
+    return [f"{heading if number == 0 else '':{BESIDE}}{line}" for number, line in enumerate(lines)]
 
 
 def ends_of(series: pd.Series, ends: int) -> str:
     return f"{series.iloc[:ends].mean():.3g} to {series.iloc[-ends:].mean():.3g}"
 
 
-def first_doses(run: Run) -> Iterable[tuple[int, dict[str, float]]]:
-    """The step at which noise began, with what was measured of it; none without noise."""
-    measured = run.series("train", "aqn/dose_kl")
-    for step in measured.index[:1]:
-        names = ("aqn/sigma", "aqn/sigma_share", "aqn/dose_kl", "aqn/dose_entropy")
-        yield (
-            int(step),
-            {name: float(values.loc[step]) for name in names if step in (values := run.series("train", name))},
-        )
+def first_dose(run: Run) -> list[str]:
+    """What was measured when noise began; nothing without noise."""
+    measured = {name: run.series("train", f"aqn/{name}") for name in DOSE}
+    begun = measured["dose_kl"].index[:1]
+    return [dose.summary_line(step, _at(step, measured)) for step in begun]
+
+
+def _at(step: int, measured: Mapping[str, pd.Series]) -> dict[str, float]:
+    return {f"aqn/{name}": float(values.loc[step]) for name, values in measured.items() if step in values.index}
