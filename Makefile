@@ -94,8 +94,11 @@ setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) "torch>=2.11,<2.16"
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[all,dev,peers]"
+	@echo "installing into $(VENV), 4 GB in three parts, once. 1 of 3: PyTorch, most of it"
+	$(BIN)/python -m pip install --constraint $(CONSTRAINTS) "torch>=2.11,<2.16"
+	@echo "2 of 3: what trains, draws and tests"
+	$(BIN)/python -m pip install --constraint $(CONSTRAINTS) --editable ".[all,dev,peers]"
+	@echo "3 of 3: the tasks of reasoning_gym"
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[reasoning]" \
 		|| echo "task=reasoning_gym is left out: its package cannot be installed here (pycosat needs a C compiler)"
 	touch $(READY)

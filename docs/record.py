@@ -35,8 +35,7 @@ What the first commands print, recorded by `python docs/record.py` on {cores} co
 time, and how many processes wanted a core when the command began; above {cores}, other work made it slower. Of
 consecutive steps the first and the last are kept; on a terminal a progress bar takes their place.
 
-Digits are those of one recording. In another one, hours later, `make run` gained 11.7 points of accuracy where this
-one has 8.2.
+Digits are those of one recording. In two earlier ones `make run` gained 8.2 and 11.7 points of accuracy.
 """
 
 

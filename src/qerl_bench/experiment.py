@@ -23,6 +23,7 @@ from omegaconf import DictConfig
 
 from qerl_bench import dose
 from qerl_bench.aqn.injector import NoiseReport, noise_metrics
+from qerl_bench.conduct.spoken import opening
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.engine.merged import MergingEngine
 from qerl_bench.eval import formats
@@ -85,6 +86,8 @@ def trained(experiment: Experiment, cfg: DictConfig, world: World = ALONE) -> It
             yield None
             return
         experiment.check_model()
+        for line in opening(experiment) if world.first else ():
+            log.info(line)
         if world.size == 1:
             run.meter(partial(energy.counter, device))
         with set_up(experiment, experiment.engine, run, device, world) as setup:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from qerl_bench.conduct.spoken import ending
 from qerl_bench.config import compose
 from qerl_bench.sweep.table import sweep_table
 from qerl_core.process.arguments import WIDTH
@@ -115,6 +116,8 @@ def test_commands_of_the_readme_run_as_written(made: Made, programs: Path) -> No
         points = product(*[values for word, values in zip(words, swept, strict=True) if not word.startswith("-")])
         folders = [root / "runs" / compose([*point, *small]).name for point in points]
         table = sweep_table(folders) if "-m" in words else "\n".join([render(summary(folders)), *places(folders[0])])
+        if "-m" not in words and "finished before" not in done.stderr:
+            table = "\n".join([table, *ending(load_run(folders[0]), [*words, *small, f"root={root}"])])
         assert done.stdout == f"{table}\n"
         assert "step 6/6" in done.stderr or f"finished before: {folders[0]}" in done.stderr
         assert "accuracy:" not in done.stderr

@@ -99,7 +99,7 @@ def test_all_doses_were_found() -> None:
 
 def found_on_pages() -> list[tuple[float, ...]]:
     """Effect and interval wherever a page of results has both; of its own sign, and without."""
-    texts = [page.read_text().replace(VERDICTS, "") for page in STUDIES.rglob("*.md")]
+    texts = [page.read_text().replace(VERDICTS, "") for page in STUDIES.rglob("*.md") if page.name != IN_FULL.name]
     triples = [tuple(map(float, triple)) for text in texts for triple in EFFECT.findall(text)]
     return triples + [(-value, -high, -low) for value, low, high in triples]
 
@@ -107,7 +107,9 @@ def found_on_pages() -> list[tuple[float, ...]]:
 README = (ROOT / "README.md").read_text()
 RESULTS = (STUDIES / "README.md").read_text()
 VERDICTS = RESULTS.split("## Verdicts on the paper's claims")[1].split("\n## ")[0]
-SHOWN = README.split("## What was found")[1].split("\n## ")[0] + VERDICTS
+IN_FULL = STUDIES / "claims-in-full.md"
+FOUND = README.split("## What was found")[1].split("\n## ")[0]
+SHOWN = (FOUND + VERDICTS, IN_FULL.read_text().split("\n## Verdicts of tiny")[0])
 LINES, WORDS = 75, 700  # of the README, at most
 
 
@@ -115,8 +117,13 @@ def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= LINES and len(README.split()) <= WORDS
 
 
-def test_every_effect_of_the_readme_and_of_the_verdicts_is_on_a_page_of_results() -> None:
-    shown = EFFECT.findall(SHOWN)
+def test_the_photograph_of_a_report_is_small() -> None:
+    assert (ROOT / "docs/pictures/report.png").stat().st_size < 60_000
+
+
+@pytest.mark.parametrize("text", SHOWN, ids=("first tables", "all claims in full"))
+def test_every_effect_of_the_readme_and_of_the_verdicts_is_on_a_page_of_results(text: str) -> None:
+    shown = EFFECT.findall(text)
     assert len(shown) >= 20
     pages = np.array(found_on_pages())
     for triple in shown:

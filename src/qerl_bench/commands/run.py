@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
@@ -68,8 +68,9 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE) -> None:
-    """Make a run, or continue it; draw its figures, and print what came of it. `experiment` is built from `cfg`."""
+def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE, words: Sequence[str] = ()) -> None:
+    """Make a run, or continue it; draw its figures, and print what came of it. `experiment` is built from `cfg`, and
+    that from `words`."""
     from qerl_bench.experiment import trained
 
     with trained(experiment, cfg, world) as run:
@@ -77,12 +78,15 @@ def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE
             return
         if experiment.steps:
             draw_figures(run.path)
+    from qerl_bench.conduct.spoken import ending
+    from qerl_studies.runs.load import load_run
     from qerl_studies.tables.terminal import no_gradient_warning, places, render, summary
 
     table = summary([run.path])
     if warning := no_gradient_warning(table):
         log.warning(warning)
-    print("\n".join([*([] if is_child() else [render(table)]), *places(run.path)]))
+    shown = places(run.path) if is_child() else [render(table), *places(run.path), *ending(load_run(run.path), words)]
+    print("\n".join(shown))
 
 
 def draw_figures(run_dir: Path) -> None:
@@ -110,7 +114,8 @@ def run(world: World) -> None:
         warn_of_single_point(HydraConfig.get())
         try:
             with failure_in_log():
-                run_experiment(build(resolved(cfg)), resolved(cfg), world)
+                words = HydraConfig.get().overrides.task
+                run_experiment(build(resolved(cfg)), resolved(cfg), world, words)
         except Exception as error:
             raise HydraBypass(error) from error
 

@@ -3,6 +3,7 @@
     qerl-bench claims runs/ out=figures/
     qerl-bench claims runs/ out=figures/ papers=literature
     qerl-bench claims runs/ out=figures/ --config-dir mine     # mine/claim/NAME.yaml too
+    qerl-bench claims runs/ out=figures/ --all      # prints those without runs too
 
 Writes claims.md, and claims.svg, all claims in one picture; for another family of claims, papers=FAMILY, FAMILY.md, a
 table, and FAMILY.svg. With --format, the table of verdicts for a paper too. `qerl-bench report` makes a page of the
@@ -11,7 +12,10 @@ paper's claims with filters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from qerl_core.checks import require
+from qerl_studies.claims.claim import NO_RUNS, ClaimResult
 from qerl_studies.claims.evaluate import evaluate_claims
 from qerl_studies.claims.registry import QERL, families, shown_claims, with_own_folders
 from qerl_studies.design.looks import shown_runs
@@ -30,6 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     only = "only runs with this value of a config key, if several settings fit a primary contrast: lora.alpha=32"
     parser.add_argument("--where", nargs="+", metavar="KEY=VALUE", default=[], help=only)
     parser.add_argument("--papers", choices=[*families()], default=QERL, help="whose claims (default: qerl)")
+    parser.add_argument("--all", action="store_true", help="claims without a run too; the files always have all")
     add_format(parser, default=None)
     options = parser.parse_args(words)
 
@@ -44,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
         picture, files = options.papers, {f"{options.papers}.md": "\n".join(tables)}
     for number, (scope, claim_results) in enumerate(results.items(), start=1):
         files[f"{picture}{'' if len(results) == 1 else f'_{number}'}.svg"] = svg(all_claims(claim_results, scope))
-        print(scope, summary_text(claim_results), sep="\n\n", end="\n\n")
+        print(scope, *shown_results(claim_results, everything=options.all), sep="\n\n", end="\n\n")
         if options.format:
             name = f"verdicts{'' if len(results) == 1 else f'_{number}'}"
             print(write_table(verdict_table(name, scope, claim_results, whose), options.format, options.out))
@@ -52,6 +57,21 @@ def main(arguments: list[str] | None = None) -> None:
     for name, text in files.items():
         (options.out / name).write_text(text)
         print(options.out / name)
+
+
+def shown_results(results: Sequence[ClaimResult], everything: bool) -> list[str]:
+    """The table for a terminal: of the claims that these runs touch, and how many others there are."""
+    told = [result for result in results if everything or is_touched(result)]
+    others = len(results) - len(told)
+    count = f"{len(told)} of {len(results)} claims touched by these runs; {others} need others."
+    folded = [f"{count}\n--all shows them; the files name the commands that make their runs."] if others else []
+    return [*([summary_text(results, told)] if told else []), *folded]
+
+
+def is_touched(result: ClaimResult) -> bool:
+    """Whether runs say anything of it: an effect, or a reason that is another than that there are none."""
+    has_effect = any(one.effect is not None for one in result.voting)
+    return has_effect or any(reason != NO_RUNS for reason in result.reason.split("; "))
 
 
 def with_values(runs: list[Run], conditions: list[str]) -> list[Run]:

@@ -28,6 +28,7 @@ from qerl_core.statistics import mean_ci
 from qerl_studies.effects.pairs import average_seeds, by_cell
 from qerl_studies.figures.labels import label_settings, sigma_by_step
 from qerl_studies.figures.style import (
+    OTHER_COLORS,
     TITLES,
     color,
     label_axes,
@@ -51,9 +52,9 @@ LENIENT = {"greedy": "+", "sampled": "x"}  # the same by the last number, whatev
 def comparison(study: Study, metrics: Sequence[str], smooth: int = 1, share_y: bool = False) -> Figure:
     """One panel per metric, and a line per setting.
 
-    `smooth` is the number of steps, an odd one, in the mean around each step, at most a fifth of the run. With three or
-    more seeds a band is the 95 % interval of their mean at each step, over the steps that all of them have. Of two,
-    whose interval is 12.7 standard errors wide to either side, each is a thin line. A non-finite value leaves a gap.
+    A color is a format, or a setting where format and noise do not tell all apart. `smooth` is the odd number of steps
+    in the mean around each, at most a fifth of the run. Of three or more seeds a band is the 95 % interval of the mean,
+    over the steps that all have; of two, whose interval is wide, each is a thin line. A non-finite value leaves a gap.
     Raises ConfigError if no run has the metric, or if a setting has two runs of a seed.
     """
     require(bool(study.runs), "no finished run to draw: pass folders that hold some")
@@ -90,6 +91,7 @@ def _draw_curves(ax: Axes, settings: Sequence[Setting], metric: str, smooth: int
     require(bool(drawn), f"none of these runs has the metric {metric}: choose runs whose algorithm writes it")
     marks = Counter((setting["quant.name"], setting["aqn.name"]) for setting in drawn)
     mixed = len({aqn for _, aqn in marks}) > 1  # otherwise dashes would mean nothing
+    told_apart = len({quant for quant, _ in marks}) > 1 or max(marks.values()) == 1
     for number, setting in enumerate(drawn):
         quant, aqn = setting["quant.name"], setting["aqn.name"]
         table = average_seeds(by_cell(setting.runs, lambda run: run.series("train", metric)))
@@ -97,7 +99,8 @@ def _draw_curves(ax: Axes, settings: Sequence[Setting], metric: str, smooth: int
         require(not table.empty, f"{names} have no step in common: leave one out")
         dashes = line_style(aqn) if mixed else "solid"
         share = "accuracy" in metric
-        line = mean_and_band(ax, moving_average(table, smooth), color(quant), setting.label, dashes, share)
+        shade = color(quant) if told_apart else OTHER_COLORS[number % len(OTHER_COLORS)]
+        line = mean_and_band(ax, moving_average(table, smooth), shade, setting.label, dashes, share)
         if marks[quant, aqn] > 1 or len(table) <= 3:
             line.set_marker(MARKERS[number % len(MARKERS)])
             line.set_markersize(3)

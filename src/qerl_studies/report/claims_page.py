@@ -53,9 +53,11 @@ def css_class(verdict: str) -> str:
     return first if first in DECIDED else "open"
 
 
-def summary_text(results: Sequence[ClaimResult]) -> str:
-    """The summary table as Markdown, for the terminal."""
-    rows = [(f"{row['title']}: {row['verdict']}" if row["title"] else "", *row["cells"]) for row in _summary(results)]
+def summary_text(results: Sequence[ClaimResult], told: Sequence[ClaimResult] | None = None) -> str:
+    """The summary table as Markdown, for the terminal; of all `results`, or of those that are `told`."""
+    numbers = [number for number, one in enumerate(results, start=1) if told is None or one in told]
+    shown = [row for row in _summary(results) if row["number"] in numbers]
+    rows = [(f"{row['title']}: {row['verdict']}" if row["title"] else "", *row["cells"]) for row in shown]
     return markdown_table(SUMMARY, rows)
 
 
@@ -154,7 +156,8 @@ def _summary(results: Sequence[ClaimResult]) -> list[dict[str, Any]]:
             )
             title = f"{number}. {claim.title}" if first else ""
             rows.append(
-                {"title": title, "verdict": claim_result.verdict, "beside": beside(claim_result), "cells": cells}
+                {"number": number, "title": title, "verdict": claim_result.verdict, "beside": beside(claim_result)}
+                | {"cells": cells}
             )
     return rows
 

@@ -29,6 +29,8 @@ NOTES = (
     "taught: share of completion tokens that a backward pass used, mean over steps",
 )
 LENIENT = ("lenient", "0→final")  # the heading of a column
+ONE_TEXT = "even_characters"  # a task of which random weights give greedily one character again and again
+ONE_TEXT_NOTE = f"task={ONE_TEXT}: greedy answers are one character again and again, and are left out;"
 LENIENT_NOTE = "lenient: as accuracy, by the last number of an answer, whatever its format;"
 TEXTS = ("model", "format", "noise")
 NARROWEST = 5  # columns of a wrapped text
@@ -78,7 +80,8 @@ def render(table: pd.DataFrame, notes: Sequence[str] = ()) -> str:
     above, below = ("\n".join(_filled(line) for line in part) for part in (filter(None, shared), named))
     unfinished = [] if all(table["finished"]) else ["* not finished"]
     lines = _fitting(columns)
-    legend = [*NOTES[:2], *([LENIENT_NOTE] if LENIENT[1] in "".join(lines) else []), *NOTES[2:], *unfinished]
+    left_out = [ONE_TEXT_NOTE] if any(table["one_text"]) else []
+    legend = [*NOTES[:2], *left_out, *([LENIENT_NOTE] if LENIENT[1] in "".join(lines) else []), *NOTES[2:], *unfinished]
     return "\n".join([*filter(None, [above]), *lines, *(["", below] if several else []), "", *legend])
 
 
@@ -182,6 +185,7 @@ def no_gradient_warning(table: pd.DataFrame) -> str | None:
 def row_of(run: Run) -> dict[str, Any]:
     """The row of `summary` for one run."""
     identity = run.identity()
+    one_text = run.option("task.name") == ONE_TEXT
     entropy = run.series("train", "entropy")
     taught = run.series("train", "train/taught_frac")
     return {
@@ -192,9 +196,10 @@ def row_of(run: Run) -> dict[str, Any]:
         "noise": run.noise,
         "rank": identity["lora_rank"],
         "seed": identity["seed"],
-        **_evaluated(run, "accuracy_greedy", "greedy", "start"),
-        **_evaluated(run, "accuracy_greedy", "greedy", "final"),
-        **_evaluated(run, "gain_greedy", "gain", "final"),
+        "one_text": one_text,
+        **_evaluated(run, "" if one_text else "accuracy_greedy", "greedy", "start"),
+        **_evaluated(run, "" if one_text else "accuracy_greedy", "greedy", "final"),
+        **_evaluated(run, "" if one_text else "gain_greedy", "gain", "final"),
         **_evaluated(run, "lenient_greedy", "lenient", "start"),
         **_evaluated(run, "lenient_greedy", "lenient", "final"),
         **_evaluated(run, "accuracy_sampled", "sampled", "start"),

@@ -1,0 +1,76 @@
+"""What a run says of itself before it loads anything, and at its end: what is asked, what it showed, what to type."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from qerl_bench import dose
+from qerl_bench.experiment_spec import Experiment
+from qerl_core.process.arguments import WIDTH
+from qerl_studies.runs.load import Run
+
+PROMPT = 100  # letters of a prompt that are shown
+BESIDE = 12  # columns of a heading
+DOSE = ("sigma", "sigma_share", "dose_kl", "dose_entropy")
+VARIED = ("quant", "quantizer", "aqn", "noise", "name")  # what the next command chooses
+
+
+def opening(experiment: Experiment) -> list[str]:
+    """Task and its first prompt, batch, rate and questions, a line each."""
+    rollout, asked = experiment.rollout, getattr(experiment.eval, "questions", 0)
+    batch = f"{rollout.prompts_per_step} prompts"
+    batch += f" x {rollout.group_size} completions" if experiment.algo.on_policy else ", one demonstration each"
+    questions = {None: "all held-out questions", 0: "no evaluation"}.get(asked, f"{asked} held-out questions")
+    steps = f"{experiment.steps} steps of {batch}, learning rate {experiment.optim.lr:g}"
+    lines = [f"task {experiment.task.name}: {steps}; {questions}"]
+    (prompt,) = experiment.task.train_prompts(1, 1, experiment.seed)
+    text = " ".join((prompt.question or "".join(message["content"] for message in prompt.messages)).split())
+    return [*lines, *([f"its first question: {textwrap.shorten(text, PROMPT)}"] if text else [])]
+
+
+def ending(run: Run, words: Sequence[str]) -> list[str]:
+    """What the finished `run` showed, and what to type next; `words` are those of its command."""
+    reward, entropy = (run.series("train", metric) for metric in ("reward/mean", "entropy"))
+    if reward.empty:
+        return []
+    ends = max(1, len(reward) // 10)
+    span = "first and last step" if ends == 1 else f"means of the first and last {ends} steps"
+    found = f"reward {ends_of(reward, ends)}, entropy {ends_of(entropy, ends)} ({span}); one run compares nothing"
+    shown = [part for line in (found, *first_dose(run)) for part in textwrap.wrap(line, WIDTH - BESIDE)]
+    quant = run.identity()["quant"]
+    kept = [word for word in words if word.lstrip("+~").partition("=")[0].partition(".")[0] not in VARIED]
+    here = Path(sys.prefix)
+    here = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
+    to_type = [
+        *([] if shutil.which("qerl-bench") else [f"source {here / 'bin/activate'}"]),
+        shlex.join(["qerl-bench", "run", "-m", f"quant=bf16,{'nvfp4' if quant == 'bf16' else quant}", *kept]),
+        f"qerl-bench report {run.path.parent}",
+        "the same in 16 bits and without noise; then all runs on one page, with intervals",
+    ]
+    return ["", *beside("it showed", shown), *beside("type next", to_type)]
+
+
+def beside(heading: str, lines: Sequence[str]) -> list[str]:
+    return [f"{heading if number == 0 else '':{BESIDE}}{line}" for number, line in enumerate(lines)]
+
+
+def ends_of(series: pd.Series, ends: int) -> str:
+    return f"{series.iloc[:ends].mean():.3g} to {series.iloc[-ends:].mean():.3g}"
+
+
+def first_dose(run: Run) -> list[str]:
+    """What was measured when noise began; nothing without noise."""
+    measured = {name: run.series("train", f"aqn/{name}") for name in DOSE}
+    begun = measured["dose_kl"].index[:1]
+    return [dose.summary_line(step, _at(step, measured)) for step in begun]
+
+
+def _at(step: int, measured: Mapping[str, pd.Series]) -> dict[str, float]:
+    return {f"aqn/{name}": float(values.loc[step]) for name, values in measured.items() if step in values.index}
