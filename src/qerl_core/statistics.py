@@ -57,6 +57,11 @@ class Estimate:
         return None if math.isnan(self.stderr) else self.stderr
 
     @property
+    def has_interval(self) -> bool:
+        """Whether repetitions differ: a single one, or some that are all alike, say nothing of an error."""
+        return self.stderr > 0
+
+    @property
     def half_width(self) -> float:
         """Half the width of the 95 % interval."""
         return t_quantile((1 + CONFIDENCE) / 2, self.df) * self.stderr if self.stderr > 0 else self.stderr

@@ -244,7 +244,8 @@ def test_rank_matters_little_within_the_margin_and_much_outside_of_it(study: Stu
     study([*wide, "lora.rank=16"], reward=0.005)
     study([*wide, "lora.rank=64", "lora.alpha=64"], reward=0.1)
     found = verdicts(study([*wide, "lora.rank=8"], reward=0.1))[RANK]
-    assert (found.verdict, found.voting[1].reason) == ("incomplete", "no runs in the primary setting")
+    lacking = "no runs in the primary setting, which lacks rank 64 with lora.alpha=32 (there: 64)"
+    assert (found.verdict, found.voting[1].reason) == ("incomplete", lacking)
     assert verdicts(study([*wide, "lora.rank=64"], reward=0.004))[RANK].verdict == "supported"  # 8 has no vote
     study([*wide, "lora.rank=32", "model.layers=1"])
     study([*wide, "lora.rank=16", "model.layers=1"])

@@ -32,9 +32,9 @@ import numpy as np
 from qerl_core.statistics import Estimate, holm, mean_ci
 from qerl_studies.claims.blocked import BlockedArm, blocked_arms, which_blocked
 from qerl_studies.claims.claim import NO_RUNS, Claim, ClaimResult, ContrastResult, Status
-from qerl_studies.claims.estimate import compare
+from qerl_studies.claims.estimate import Comparison, compare
 from qerl_studies.claims.exploration import why_only_harm
-from qerl_studies.claims.match import Contrast, Stratum, match
+from qerl_studies.claims.match import Contrast, Stratum, match, value_text
 from qerl_studies.effects.state import State
 from qerl_studies.runs.load import Run
 
@@ -120,7 +120,7 @@ def _test(claim: Claim, contrast: Contrast, runs: list[Run], stopped: Sequence[B
     primary = [comparison for comparison in comparisons if comparison.is_in(claim.primary)]
     others = tuple(comparison for comparison in comparisons if comparison not in primary)
     if not primary:
-        return ContrastResult(contrast, "incomplete", "no runs in the primary setting", None, others)
+        return ContrastResult(contrast, "incomplete", _what_primary_lacks(claim, others), None, others)
     if len(primary) > 1:
         settings = "; ".join(comparison.label for comparison in primary)
         reason = (
@@ -135,6 +135,21 @@ def _test(claim: Claim, contrast: Contrast, runs: list[Run], stopped: Sequence[B
     failed = _why_no_test(claim, chosen.effect.whole)
     failed = failed or next((why for gate in claim.gates if (why := gate(chosen, eligible))), "")
     return ContrastResult(contrast, "not testable here" if failed else None, failed, chosen, others, additional)
+
+
+def _what_primary_lacks(claim: Claim, others: Sequence[Comparison]) -> str:
+    """Which arm of the setting that comes nearest to the primary one has which other value."""
+    lacks = [
+        {
+            f"{side.label} with {one.asked} (there: {value_text(one.value(items))})": None
+            for side, variant in zip(other.contrast.arms, other.stratum.variants, strict=True)
+            for items in [other.stratum.shared | variant]
+            for one in claim.primary
+            if not one.accepts(items)
+        }
+        for other in others
+    ]
+    return f"no runs in the primary setting, which lacks {', '.join(min(lacks, key=len))}"
 
 
 def _why_no_test(claim: Claim, effect: Estimate) -> str:

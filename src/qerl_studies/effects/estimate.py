@@ -7,13 +7,14 @@ asked. Numbers of a whole run, such as a reward, have no questions that could be
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from qerl_core.checks import require
-from qerl_core.statistics import CONFIDENCE, Estimate, mean_ci, mean_ci_crossed, t_quantile
+from qerl_core.statistics import CONFIDENCE, Estimate, mean_ci, mean_ci_crossed, over_questions, t_quantile
 
 Questions = Literal["drawn", "fixed"]
 
@@ -21,6 +22,62 @@ Questions = Literal["drawn", "fixed"]
 def over_units(table: np.ndarray, questions: Questions) -> Estimate:
     """Mean of numbers (questions, units), or (1, units) for a number of a whole run."""
     return mean_ci_crossed(table) if questions == "drawn" and len(table) > 1 else mean_ci(table.mean(axis=0))
+
+
+@dataclass(frozen=True)
+class Share(Estimate):
+    """A share of `n` questions that were asked once, with Wilson's interval, which none or all right have too."""
+
+    @property
+    def has_interval(self) -> bool:
+        return True
+
+    @property
+    def low(self) -> float:
+        return self._wilson[0]
+
+    @property
+    def high(self) -> float:
+        return self._wilson[1]
+
+    @property
+    def _wilson(self) -> tuple[float, float]:
+        from scipy.stats import binomtest
+
+        found = binomtest(round(self.value * self.n), self.n).proportion_ci(CONFIDENCE, method="wilson")
+        return float(found.low), float(found.high)
+
+
+def share(found: Sequence[bool]) -> Share:
+    """The share of those that are true."""
+    whole = over_questions([float(one) for one in found])
+    return Share(whole.value, whole.stderr, whole.n, whole.df)
+
+
+def least_squares(treated: Mapping[Hashable, float], control: Mapping[Hashable, float], place: Mapping) -> Estimate:
+    """The difference of two arms, a number of each by unit, with an effect for each `place` (a session) in place of
+    pairs.
+
+    Right where the runs of a unit are not alike, and then narrower. Student's t with as many degrees of freedom as runs
+    are more than effects; the error is NaN without any. `n` is the number of runs.
+    """
+    runs = [(unit, side, value) for side, arm in ((1, treated), (0, control)) for unit, value in arm.items()]
+    places = sorted({place[unit] for unit, *_ in runs})
+    design = np.array([[side, *(place[unit] == one for one in places)] for unit, side, _ in runs], dtype=float)
+    numbers = np.array([value for *_, value in runs])
+    found, _, rank, _ = np.linalg.lstsq(design, numbers, rcond=None)
+    df = len(runs) - int(rank)
+    residual = numbers - design @ found
+    per_run = np.linalg.pinv(design.T @ design)[0, 0]
+    stderr = math.sqrt(residual @ residual / df * per_run) if df > 0 else math.nan
+    return Estimate(float(found[0]), stderr, len(runs), df)
+
+
+def correlation(treated: Mapping[Hashable, float], control: Mapping[Hashable, float]) -> float:
+    """Of two arms over the units that both have; pairs help where it is above 0. NaN below three, or without spread."""
+    both = [(value, control[unit]) for unit, value in treated.items() if unit in control]
+    columns = np.array(both, dtype=float).reshape(-1, 2).T
+    return float(np.corrcoef(columns)[0, 1]) if columns.shape[1] > 2 and columns.std(axis=1).all() else math.nan
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from qerl_studies.tables.markdown import markdown_table
 from qerl_studies.tables.paper import Table
 from qerl_studies.tables.templates import templates
 
-DECIDED = ("supported", "reversed", "negligible")
 SUMMARY = ("claim", "primary contrast", "effect [95 % interval]", "greedy", "from", "detectable", "why", "the paper")
 LATER = ("paper", "claim", "experiment", "verdict", "effect [95 % interval]")
 COMPARISONS = ("contrast", "setting", "role", "mean of each arm", "effect [95 % interval], not adjusted", "from")
@@ -46,11 +45,6 @@ def content(results: Mapping[str, Sequence[ClaimResult]], runs: Sequence[Run]) -
         "summary_header": SUMMARY,
         "comparisons_header": COMPARISONS,
     }
-
-
-def css_class(verdict: str) -> str:
-    first = {"harms": "reversed"}.get(word := verdict.split(" ")[0], word)
-    return first if first in DECIDED else "open"
 
 
 def summary_text(results: Sequence[ClaimResult]) -> str:
@@ -170,6 +164,7 @@ def _claim(number: int, result: ClaimResult, built_in: bool) -> dict[str, Any]:
         "margin": claim.measure.size_text(claim.measure.margin),
         "source": claim.source[0].upper() + claim.source[1:],
         "verdict": result.verdict,
+        "kind": result.state.kind,
         "beside": beside(result),
         "reason": result.reason,
         "power": _power(result),
@@ -255,5 +250,5 @@ def _matched(result: ContrastResult) -> list[str]:
 
 def _additional(mean: Estimate) -> str:
     alike = "a single seed" if mean.n == 1 else f"the same in all {mean.n} repetitions"
-    interval = f" [{mean.low:+.3f}, {mean.high:+.3f}]" if mean.stderr > 0 else f" ({alike})"
+    interval = f" [{mean.low:+.3f}, {mean.high:+.3f}]" if mean.has_interval else f" ({alike})"
     return f"{mean.value:+.3f}{interval}"

@@ -252,7 +252,7 @@ def bases(study: Sessions) -> str:
     dosed = [arm for arm in study.arms if arm.dosed]
     treated = [(arm, control) for arm in study.arms if (control := control_of(study, arm)) is not None]
     ways = ("sampled", "greedy")
-    ends = {(arm.name, way): by_base(study.runs, arm, end_of(way)) for arm in study.arms for way in ways}
+    ends = {(arm.name, way): by_base(study.runs, arm.name, end_of(way)) for arm in study.arms for way in ways}
     session_of, samples = study.session_of, study.design.probe.samples
     heads = ["base", "session", "pass@1", f"pass@{samples}", *(f"damage {quant}" for quant in formats)]
     heads += [f"KL {arm.name}" for arm in dosed]
