@@ -156,7 +156,7 @@ def test_a_gate_that_the_protocol_did_not_ask_stands_beside_its_word() -> None:
 def test_least_squares_takes_an_effect_for_each_session_in_place_of_pairs() -> None:
     """In one session it is the t test of two samples, and with a base each the one of pairs."""
     alone = dict(zip(range(6), "abcdef", strict=True))
-    treated, control = (dict(enumerate(values)) for values in (NOISY, PLAIN))
+    treated, control = pd.Series(NOISY), pd.Series(PLAIN)
     of_two = stats.ttest_ind(NOISY, PLAIN)
     one = least_squares(treated, control, dict.fromkeys(range(6), "a session"))
     low, high = of_two.confidence_interval()
@@ -165,8 +165,10 @@ def test_least_squares_takes_an_effect_for_each_session_in_place_of_pairs() -> N
     pairs, of_pairs = least_squares(treated, control, alone), stats.ttest_rel(NOISY, PLAIN)
     assert (pairs.p_outside(0.0), pairs.df) == pytest.approx((of_pairs.pvalue, 5))
     assert correlation(treated, control) == pytest.approx(stats.pearsonr(NOISY, PLAIN).statistic)
-    assert np.isnan(least_squares({0: 1.0}, {0: 0.5}, alone).stderr)
-    more = least_squares(treated | {6: 0.4}, control, alone | {6: "g"})  # an arm without the other says nothing here
+    assert np.isnan(least_squares(treated[:1], control[:1], alone).stderr)
+    more = least_squares(
+        pd.Series([*NOISY, 0.4]), control, alone | {6: "g"}
+    )  # alone it says nothing
     assert (more.value, more.df) == pytest.approx((pairs.value, 5))
 
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import fmean
 
 import numpy as np
 
@@ -35,6 +34,7 @@ from qerl_studies.claims.claim import NO_RUNS, Claim, ClaimResult, ContrastResul
 from qerl_studies.claims.estimate import Comparison, compare
 from qerl_studies.claims.exploration import why_only_harm
 from qerl_studies.claims.match import Contrast, Stratum, match, value_text
+from qerl_studies.effects.pairs import by_unit
 from qerl_studies.effects.state import State
 from qerl_studies.runs.load import Run
 
@@ -162,12 +162,9 @@ def _why_no_test(claim: Claim, effect: Estimate) -> str:
 
 def _mean_of_pairs(contrast: Contrast, stratum: Stratum, of: Callable[[Run, Run], float]) -> Estimate:
     """A number of each pair of the first added and the first subtracted arm; mean over bases, or seeds of one base."""
-    treated, control = (next(i for i, arm in enumerate(contrast.arms) if arm.sign == sign) for sign in (1, -1))
-    by_base: dict[str, list[float]] = {}
-    for cell in stratum.cells:
-        by_base.setdefault(cell[0], []).append(of(stratum.arms[treated][cell], stratum.arms[control][cell]))
-    (first, *more) = by_base.values()
-    return mean_ci([fmean(values) for values in by_base.values()] if more else first)
+    sides = [*zip(contrast.arms, stratum.arms, strict=True)]
+    treated, control = (next(runs for arm, runs in sides if arm.sign == sign) for sign in (1, -1))
+    return mean_ci(by_unit(treated, lambda run: of(run, control[run.cell])))
 
 
 def _why_no_comparison(

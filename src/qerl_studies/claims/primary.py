@@ -67,9 +67,9 @@ def look(study: Sessions, primary: Primary, count: int) -> list[Looked]:
     bases = counted(study, primary).bases[:count]
     tables = {name: differences(study, primary, name, bases) for name in primary.contrasts}
     levels = {arm: by_unit(_cells(study, arm, bases), MEASURES[primary.measure].metric) for arm in primary.arms}
-    arms = {name: [levels[arm] for arm in pair] for name, pair in primary.contrasts.items()}
+    arms = {name: (levels[pair[0]], levels[pair[1]]) for name, pair in primary.contrasts.items()}
     paired = {name: over_units(table, "fixed") for name, table in tables.items()}
-    by_runs = {name: least_squares(*pair, study.session_of) for name, pair in arms.items()}
+    by_runs = {name: least_squares(*pair, place=study.session_of) for name, pair in arms.items()}
     p, p_by_runs = (holm([one.p_outside(0.0) for one in found.values()]) for found in (paired, by_runs))
     margin = primary.margin if count == max(primary.looks) else None
     failed = failed_gates(study, primary.contrasts, bases)

@@ -6,6 +6,7 @@ Both lie in the repository of whoever makes the study, which need not be that of
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,8 @@ def protocol_commits(folder: Path) -> list[tuple[str, int]]:
 
 def first_start(runs: Iterable[Run]) -> float | None:
     """When the first of these runs began, in unix seconds; None if one of them did not say."""
-    starts = [run.done.get("started") for run in runs]
-    return None if None in starts else min(starts, default=None)
+    starts = [run.done.get("started", math.nan) for run in runs]
+    return None if not starts or any(map(math.isnan, starts)) else min(starts)
 
 
 def commits_in(file: Path) -> list[dict[str, Any]]:

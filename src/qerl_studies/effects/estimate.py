@@ -7,11 +7,12 @@ asked. Numbers of a whole run, such as a reward, have no questions that could be
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 
 from qerl_core.checks import require
 from qerl_core.statistics import CONFIDENCE, Estimate, mean_ci, mean_ci_crossed, over_questions, t_quantile
@@ -54,29 +55,25 @@ def share(found: Sequence[bool]) -> Share:
     return Share(whole.value, whole.stderr, whole.n, whole.df)
 
 
-def least_squares(treated: Mapping[Hashable, float], control: Mapping[Hashable, float], place: Mapping) -> Estimate:
-    """The difference of two arms, a number of each by unit, with an effect for each `place` (a session) in place of
-    pairs.
+def least_squares(treated: pd.Series, control: pd.Series, place: Mapping[Any, str]) -> Estimate:
+    """The difference of two arms, each a number by unit, with an effect for each `place` (a session) and without pairs.
 
     Right where the runs of a unit are not alike, and then narrower. Student's t with as many degrees of freedom as runs
     are more than effects; the error is NaN without any. `n` is the number of runs.
     """
-    runs = [(unit, side, value) for side, arm in ((1, treated), (0, control)) for unit, value in arm.items()]
-    places = sorted({place[unit] for unit, *_ in runs})
-    design = np.array([[side, *(place[unit] == one for one in places)] for unit, side, _ in runs], dtype=float)
-    numbers = np.array([value for *_, value in runs])
-    found, _, rank, _ = np.linalg.lstsq(design, numbers, rcond=None)
-    df = len(runs) - int(rank)
-    residual = numbers - design @ found
-    per_run = np.linalg.pinv(design.T @ design)[0, 0]
-    stderr = math.sqrt(residual @ residual / df * per_run) if df > 0 else math.nan
-    return Estimate(float(found[0]), stderr, len(runs), df)
+    numbers = pd.concat([treated, control])
+    sides = np.repeat([1.0, 0.0], [len(treated), len(control)])
+    design = np.column_stack([sides, pd.get_dummies([place[unit] for unit in numbers.index]).to_numpy(float)])
+    found, _, rank, _ = np.linalg.lstsq(design, numbers.to_numpy(), rcond=None)
+    residual = numbers.to_numpy() - design @ found
+    df = len(numbers) - int(rank)
+    variance = np.linalg.pinv(design.T @ design)[0, 0] * (residual @ residual) / df if df else math.nan
+    return Estimate(float(found[0]), math.sqrt(variance), len(numbers), df)
 
 
-def correlation(treated: Mapping[Hashable, float], control: Mapping[Hashable, float]) -> float:
+def correlation(treated: pd.Series, control: pd.Series) -> float:
     """Of two arms over the units that both have; pairs help where it is above 0. NaN below three, or without spread."""
-    both = [(value, control[unit]) for unit, value in treated.items() if unit in control]
-    columns = np.array(both, dtype=float).reshape(-1, 2).T
+    columns = pd.concat([treated, control], axis=1, join="inner").to_numpy().T
     return float(np.corrcoef(columns)[0, 1]) if columns.shape[1] > 2 and columns.std(axis=1).all() else math.nan
 
 

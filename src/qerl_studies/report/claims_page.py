@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -215,10 +216,14 @@ def row_of(claim: Claim, result: ContrastResult, comparison: Comparison) -> tupl
 
 
 def _bases(claim: Claim, result: ContrastResult) -> str:
-    """Effects by base, their spread, and the prediction for one more base."""
+    """Effects by base, their spread, the prediction for one more base, and how far the arms go together."""
     effect = result.effect
-    if effect is None or effect.bases is None:
+    if effect is None or result.primary is None:
         return ""
+    r = result.primary.correlation
+    together = "" if math.isnan(r) else f" Correlation of the arms over {effect.unit}s: {r:+.2f}."
+    if effect.bases is None:
+        return f"{label_of(result)}.{together}" if together else ""
     bases, measure = effect.bases, claim.measure
     each = ", ".join(measure.text(base.value) for base in bases.by_base)
     spread, unit = (
@@ -227,7 +232,7 @@ def _bases(claim: Claim, result: ContrastResult) -> str:
     text = f"{label_of(result)} by base: {each}. Standard deviation between bases: {spread:.3g} {unit}."
     if bases.prediction:
         text += f" Prediction interval for one more base of as many seeds: {measure.interval_text(*bases.prediction)}."
-    return text
+    return text + together
 
 
 def _matched(result: ContrastResult) -> list[str]:

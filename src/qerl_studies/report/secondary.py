@@ -108,8 +108,8 @@ def secondary_page(study: Sessions, pairs: Sequence[tuple[str, str]]) -> str:
         "geometric means. These are many numbers without a correction for how many, and give no verdict.\n\n"
         f"{markdown_table(heads, lines)}\n\n"
         "## Any two arms\n\n"
-        "Without pairs: least squares over all runs of both arms, with an effect for each session. Pairs help where the "
-        "correlation over bases is above 0; where each base is a session of its own, both are the same.\n\n"
+        "Without pairs: least squares over all runs of both arms, with an effect for each session. Pairs help where "
+        "the correlation over bases is above 0; where each base is a session of its own, both are the same.\n\n"
         f"{markdown_table(heads_of_two, any_two)}\n"
     )
 
