@@ -147,7 +147,7 @@ def test_a_claim_is_supported_by_all_its_contrasts_and_reversed_by_any(study: St
     study(["quant=nvfp4"], entropy=1.06)
     found = verdicts(study(["quant=mxfp4"], entropy=1.06))[ENTROPY]
     assert [result.status for result in found.voting] == [None, None, "incomplete"]
-    assert (found.verdict, found.reason) == ("incomplete", "no runs")
+    assert (found.verdict, found.reason) == ("incomplete", "no runs of nf4")
     assert math.exp(effect(found.contrasts[0])) == pytest.approx(1.06, abs=0.004)
     runs = study(["quant=nf4", "model.hidden_size=64"], entropy=1.06)
     assert verdicts(runs)[ENTROPY].verdict == "incomplete"  # a model of another width has no counterpart
@@ -595,7 +595,7 @@ def test_methods_of_the_paper_are_shown_and_decide_nothing(study: Study) -> None
     runs = study([*paper, "recipe=method/qerl"], reward=0.1, accuracy=0.1)
     found = verdicts(runs)[GROWTH]
     matched, nvfp4, qerl = found.contrasts
-    assert (matched.reason, nvfp4.reason, found.verdict) == ("no runs", "no runs", "incomplete")
+    assert (matched.reason, nvfp4.reason, found.verdict) == ("no runs of nvfp4", "no runs", "incomplete")
     assert qerl.others[0].effect is not None and qerl.others[0].effect.whole.value == pytest.approx(0.1, abs=0.01)
     assert qerl.confounders == ["aqn.name (exp_paper / none)", "optim.lr (1e-05 / 5e-06)"]
     text = markdown({"qwen on gsm8k": evaluate_claims(CLAIMS, runs)}, runs)

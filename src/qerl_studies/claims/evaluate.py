@@ -33,7 +33,7 @@ from qerl_studies.claims.blocked import BlockedArm, blocked_arms, which_blocked
 from qerl_studies.claims.claim import NO_RUNS, Claim, ClaimResult, ContrastResult, Status
 from qerl_studies.claims.estimate import Comparison, compare
 from qerl_studies.claims.exploration import why_only_harm
-from qerl_studies.claims.match import Contrast, Stratum, match, value_text
+from qerl_studies.claims.match import Contrast, Stratum, all_accept, match, value_text
 from qerl_studies.effects.pairs import by_unit
 from qerl_studies.effects.state import State
 from qerl_studies.runs.load import Run
@@ -138,18 +138,19 @@ def _test(claim: Claim, contrast: Contrast, runs: list[Run], stopped: Sequence[B
 
 
 def _what_primary_lacks(claim: Claim, others: Sequence[Comparison]) -> str:
-    """Which arm of the setting that comes nearest to the primary one has which other value."""
-    lacks = [
-        {
-            f"{side.label} with {one.asked} (there: {value_text(one.value(items))})": None
-            for side, variant in zip(other.contrast.arms, other.stratum.variants, strict=True)
-            for items in [other.stratum.shared | variant]
-            for one in claim.primary
-            if not one.accepts(items)
-        }
-        for other in others
-    ]
-    return f"no runs in the primary setting, which lacks {', '.join(min(lacks, key=len))}"
+    """Which arms of the setting that comes nearest to the primary one have which other values."""
+    lacks: list[dict[str, list[str]]] = []
+    for other in others:
+        arms: dict[str, list[str]] = {}
+        for side, variant in zip(other.contrast.arms, other.stratum.variants, strict=True):
+            items = other.stratum.shared | variant
+            for one in claim.primary:
+                if not one.accepts(items):
+                    arms.setdefault(f"with {one.asked} (there: {value_text(one.value(items))})", []).append(side.label)
+        lacks.append(arms)
+    nearest = min(lacks, key=len)
+    told = ", ".join(f"{' and '.join(dict.fromkeys(labels))} {what}" for what, labels in nearest.items())
+    return f"no runs in the primary setting, which lacks {told}"
 
 
 def _why_no_test(claim: Claim, effect: Estimate) -> str:
@@ -184,7 +185,12 @@ def _why_no_comparison(
     if found := which_blocked(contrast, (*claim.where, *claim.primary), stopped):
         why, counts = found
         return "not testable here" if counts else "incomplete", why
-    return "incomplete", NO_RUNS
+    none_of = [
+        side.label for side in contrast.arms
+        if not any(all_accept((*claim.where, *side.where), run.config_items) for run in eligible)
+    ]  # fmt: skip
+    some = contrast.votes and 0 < len(none_of) < len(contrast.arms)
+    return "incomplete", f"{NO_RUNS} of {' and '.join(none_of)}" if some else NO_RUNS
 
 
 def _voting_effects(claim: Claim, results: Sequence[ContrastResult]) -> list[Estimate]:
