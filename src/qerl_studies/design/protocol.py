@@ -37,14 +37,18 @@ def protocol_commit(folder: Path, began: float | None) -> str | None:
 
 
 def protocol_commits(folder: Path) -> list[tuple[str, int]]:
-    """The commits of the protocol of a study with their times in unix seconds, the first one first.
+    file = protocol_of(folder)
+    return [] if file is None else commits_of(file)
+
+
+def commits_of(file: Path) -> list[tuple[str, int]]:
+    """The commits of a file with their times in unix seconds, the first one first.
 
     Empty where git does not know it, and not asked where the history is cut off.
     """
-    file = protocol_of(folder)
-    if file is None or git_in(folder, "rev-parse", "--is-shallow-repository") != "false":
+    if git_in(file.parent, "rev-parse", "--is-shallow-repository") != "false":
         return []
-    lines = git_in(folder, "log", "--follow", "--format=%H %ct", "--", str(file.resolve()))
+    lines = git_in(file.parent, "log", "--follow", "--format=%H %ct", "--", str(file.resolve()))
     found = [line.split() for line in (lines or "").splitlines()]
     return [(commit, int(when)) for commit, when in reversed(found)]
 

@@ -20,8 +20,9 @@ from qerl_core.statistics import Estimate
 from qerl_studies.claims.claim import ClaimResult, ContrastResult
 from qerl_studies.claims.estimate import Comparison
 from qerl_studies.claims.evaluate import evaluate_claims
+from qerl_studies.claims.match import all_accept
 from qerl_studies.claims.primary import differences, level_of, look
-from qerl_studies.claims.registry import families
+from qerl_studies.claims.registry import QERL, claims_of, families
 from qerl_studies.design.gates import gates, override
 from qerl_studies.design.looks import at_last_look, runs_of, with_primary
 from qerl_studies.design.primary import MEASURES, Primary
@@ -142,6 +143,7 @@ def _record(
         "paper": claim.paper,
         "address": claim.address,
         "claim": claim.title,
+        "answers_to": [],
         "exploratory": claim.exploratory,
         "expected": claim.expected,
         "contrast": contrast.contrast.label,
@@ -229,6 +231,7 @@ def _primary_records(study: str, seen: Sessions, primary: Primary) -> Iterator[R
             "paper": None,
             "address": None,
             "claim": f"{one.name}, a primary contrast of the study",
+            "answers_to": claims_about(*runs.values()),
             "exploratory": False,
             "expected": "more",
             "contrast": " - ".join(pair),
@@ -259,6 +262,23 @@ def _primary_records(study: str, seen: Sessions, primary: Primary) -> Iterator[R
             "state": _state(one.state),
             "reason": one.exploratory,
         }
+
+
+def claims_about(treated: Sequence[Run], control: Sequence[Run]) -> list[str]:
+    """The titles of QeRL's claims about accuracy whose two arms these are, in whatever setting."""
+    sides = [[run.config_items for run in runs] for runs in (treated, control)]
+    return [
+        claim.title
+        for claim in claims_of(QERL)
+        if claim.measure.answers
+        for contrast in claim.contrasts
+        if contrast.votes
+        if all(
+            all_accept((*claim.where, *arm.where), items)
+            for arm, side in zip(contrast.arms, sides, strict=False)
+            for items in side
+        )
+    ]
 
 
 def _estimate(measure: Measure, estimate: Estimate) -> Mapping[str, float | None]:
