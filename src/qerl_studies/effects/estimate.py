@@ -58,7 +58,8 @@ def share(found: Sequence[bool]) -> Share:
 def least_squares(treated: pd.Series, control: pd.Series, place: Mapping[Any, str]) -> Estimate:
     """The difference of two arms, each a number by unit, with an effect for each `place` (a session) and without pairs.
 
-    Right where the runs of a unit are not alike, and then narrower. Student's t with as many degrees of freedom as runs
+    Narrower than pairs where the runs of a unit are not alike, and too narrow where they go against each other: what is
+    false then, studies/planting/looks.py counts. Student's t with as many degrees of freedom as runs
     are more than effects; the error is NaN without any. `n` is the number of runs.
     """
     numbers = pd.concat([treated, control])

@@ -109,7 +109,8 @@ def secondary_page(study: Sessions, pairs: Sequence[tuple[str, str]]) -> str:
         f"{markdown_table(heads, lines)}\n\n"
         "## Any two arms\n\n"
         "Without pairs: least squares over all runs of both arms, with an effect for each session. Pairs help where "
-        "the correlation over bases is above 0; where each base is a session of its own, both are the same.\n\n"
+        "the correlation over bases is above 0; where arms truly go against each other, intervals without pairs are "
+        "too narrow. Where each base is a session of its own, both are the same.\n\n"
         f"{markdown_table(heads_of_two, any_two)}\n"
     )
 
