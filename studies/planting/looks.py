@@ -167,7 +167,9 @@ def skew_rows(effects: np.ndarray, studies: int, seed: int) -> Iterator[dict[str
         tails = {
             "Student's t": (stats.t.cdf(student(values), units - 1), stats.t.sf(student(values), units - 1)),
             "t, corrected for skewness": (stats.t.cdf(modified, units - 1), stats.t.sf(modified, units - 1)),
-            "signed ranks": tuple(stats.wilcoxon(few, axis=1, alternative=one).pvalue for one in ("less", "greater")),
+            "signed ranks": tuple(
+                np.asarray(stats.wilcoxon(few, axis=1, alternative=one))[1] for one in ("less", "greater")
+            ),
             "bootstrapped t": bootstrap_t(few, draw),
         }
         for name, (below, above) in tails.items():
@@ -199,7 +201,7 @@ def markdown(table: pd.DataFrame) -> str:
     given = {"units", "format", "effect", "correlation", "rule", "level", "test"}
 
     def cell(name: str, value: object) -> str:
-        return f"{100 * float(str(value)):.1f} %" if name not in given else "-" if pd.isna(value) else f"{value}"
+        return f"{100 * float(str(value)):.1f} %" if name not in given else "-" if value != value else f"{value}"
 
     lines = [[cell(str(name), value) for name, value in row.items()] for row in table.to_dict("records")]
     return markdown_table([*map(str, table.columns)], lines)

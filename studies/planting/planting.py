@@ -3,7 +3,7 @@
     python studies/planting/planting.py --out studies/planting/results
 
 The nine training claims get the same true effect, in margins of each claim: 0, one half, one and
-two, in the direction claimed. Every replication makes runs with curves, accuracies by question,
+two, in the direction claimed, and two against it. Every replication makes runs with curves, accuracies by question,
 seeds and bases, and passes them to `evaluate_claims`. The table has the share of false verdicts
 over claims, the share of replications with any false verdict (both should stay below 5 % for each
 kind of error), and the share of claims for which each word was found.

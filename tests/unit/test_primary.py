@@ -166,9 +166,7 @@ def test_least_squares_takes_an_effect_for_each_session_in_place_of_pairs() -> N
     assert (pairs.p_outside(0.0), pairs.df) == pytest.approx((of_pairs.pvalue, 5))
     assert correlation(treated, control) == pytest.approx(stats.pearsonr(NOISY, PLAIN).statistic)
     assert np.isnan(least_squares(treated[:1], control[:1], alone).stderr)
-    more = least_squares(
-        pd.Series([*NOISY, 0.4]), control, alone | {6: "g"}
-    )  # alone it says nothing
+    more = least_squares(pd.Series([*NOISY, 0.4]), control, alone | {6: "g"})  # alone it says nothing
     assert (more.value, more.df) == pytest.approx((pairs.value, 5))
 
 
