@@ -90,7 +90,7 @@ def test_a_protocol_counts_as_it_was_when_the_first_run_began(study: tuple[Path,
 
 def test_a_protocol_that_came_after_the_first_run_is_refused(study: tuple[Path, float]) -> None:
     folder, began = study
-    assert check_study(folder).endswith("; no protocol")
+    assert check_study(folder).endswith("arms, finished")
     (folder / "protocol.md").write_text("Written to fit.")
     assert "git does not know protocol.md" in check_study(folder)
     committed(folder, began + 1, "protocol.md", "study.yaml")

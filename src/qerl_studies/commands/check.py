@@ -100,7 +100,7 @@ def _check_order(folder: Path, runs: Sequence[Run]) -> str:
     """Which commit of the protocol the first run began after; what cannot be told is said."""
     file, commits, began = protocol_of(folder), protocol_commits(folder), first_start(runs)
     if file is None:
-        return "; no protocol"
+        return ""
     if not commits:
         return f"; git does not know {file.name}, or its history is cut off"
     if began is None:
