@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,9 @@ from qerl_core.process.installation import CONF_DIR
 from qerl_studies.claims.claim import Claim
 from qerl_studies.claims.registry import QERL, families
 
+CONTRASTS = """A study may name contrasts of its own before its data, as `primary` of its study.yaml. They are judged by
+its protocol, at the looks that it planned, in its own setting: that of claims, the model's default rate, is another."""
+CONTRAST_HEADS = ("study", "contrast: claim", "measure, margin", "setting", "look", "effect, 95 %", "verdict (state)")
 HERE = Path(__file__).resolve().parent
 FEW = 4  # different defaults that a row shows
 VALUES = """# All values
@@ -139,7 +143,7 @@ def claims() -> str:
         parts += [f"## `{family}`\n", f"{title}\n", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         parts += [_row(*_claim_cells(claim, found.get(claim.title, {}))) for claim in families()[family]]
         parts.append("")
-    return "\n".join(parts)
+    return "\n".join([*parts, *_contrasts()])
 
 
 def _claim_cells(claim: Claim, found: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
@@ -170,7 +174,42 @@ def verdicts() -> dict[str, dict[str, list[str]]]:
         for title, word in _said(file.read_text()):
             studies = found.setdefault(title, {}).setdefault(word, [])
             studies += [study] if word != "incomplete" and study not in studies else []
+    for one in own_contrasts():
+        for title in one["answers_to"]:
+            found.setdefault(title, {}).setdefault(f"{told(one)}, of a released model", []).append(one["study"])
     return {title: {word: studies for word, studies in words.items() if studies} for title, words in found.items()}
+
+
+def own_contrasts() -> list[dict[str, Any]]:
+    """The records of claims.json that are of contrasts that studies named for themselves."""
+    content = json.loads((HERE.parents[1] / "studies/claims.json").read_text())
+    return [one for one in content["verdicts"] if one["look"]]
+
+
+def told(record: Mapping[str, Any]) -> str:
+    """The verdict with its state, and with what the gates of today say otherwise."""
+    state = "" if record["word"] == record["verdict"] else f" ({record['word']})"
+    return f"{record['verdict']}{state}" + (f"; {record['reason']}" if record["reason"] else "")
+
+
+def _contrasts() -> Iterator[str]:
+    """A table of the contrasts that studies of released models named for themselves, each with its setting."""
+    yield from (f"## Contrasts of studies\n\n{CONTRASTS}\n", f"| {' | '.join(CONTRAST_HEADS)} |")
+    yield "|---" * len(CONTRAST_HEADS) + "|"
+    for one in own_contrasts():
+        setting, look = one["setting"], one["look"]
+        rate = " and ".join(f"{lr:g}" for lr in (setting["lr"] if isinstance(setting["lr"], list) else [setting["lr"]]))
+        yield _row(
+            one["study"],
+            f"{one['contrast']}" + "".join(f": {title}" for title in one["answers_to"]),
+            f"{one['measure']}, {one['margin']:g} {one['unit']}",
+            f"rate {rate}, {setting['steps']} steps, {setting['quantizer']}, temperature {setting['temperature']:g}, "
+            f"top-p {setting['top_p']:g}",
+            f"{look['bases']} bases of {' and '.join(map(str, look['planned']))}, level {look['level']:g}",
+            f"{one['effect']:+.2f} [{one['low']:+.2f}, {one['high']:+.2f}], questions fixed",
+            told(one),
+        )
+    yield ""
 
 
 def _said(text: str) -> Iterator[tuple[str, str]]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from qerl_core.checks import require
 from qerl_core.metrics.compute import mean, sample_std
@@ -55,6 +56,11 @@ class Estimate:
     def known_stderr(self) -> float | None:
         """The standard error; None if nothing was repeated."""
         return None if math.isnan(self.stderr) else self.stderr
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether repetitions differ: a single one, or some that are all alike, say nothing of an error."""
+        return self.stderr > 0
 
     @property
     def half_width(self) -> float:
@@ -236,7 +242,7 @@ def majority(answers: Sequence[Sequence[str | None]], samples: Samples) -> Estim
 # --- effects: means over seeds and bases -----------------------------------------------------------------------------
 
 
-def mean_ci(values: Sequence[float] | np.ndarray) -> Estimate:
+def mean_ci(values: ArrayLike) -> Estimate:
     """Mean of independent numbers, one per seed or base. ConfigError without any; the error of a single one is NaN."""
     numbers = np.asarray(values, dtype=float)
     require(numbers.size >= 1, "an interval needs at least one run")

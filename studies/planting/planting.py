@@ -3,7 +3,7 @@
     python studies/planting/planting.py --out studies/planting/results
 
 The nine training claims get the same true effect, in margins of each claim: 0, one half, one and
-two, in the direction claimed. Every replication makes runs with curves, accuracies by question,
+two, in the direction claimed, and two against it. Every replication makes runs with curves, accuracies by question,
 seeds and bases, and passes them to `evaluate_claims`. The table has the share of false verdicts
 over claims, the share of replications with any false verdict (both should stay below 5 % for each
 kind of error), and the share of claims for which each word was found.
@@ -37,7 +37,7 @@ from qerl_studies.claims.registry import QERL, claims_of
 from qerl_studies.runs.load import Run
 from qerl_studies.tables.markdown import markdown_table
 
-EFFECTS = (0.0, 0.5, 1.0, 2.0)  # margins
+EFFECTS = (0.0, 0.5, 1.0, 2.0, -2.0)  # margins, above zero as claimed
 DESIGNS = ((1, 8), (8, 2), (16, 2))  # bases, seeds of each
 WITHIN, BETWEEN = 1.0, 0.5  # standard deviations of the difference of two arms, in margins
 MARGINS = {"entropy": float(np.log(1.02)), "area": 0.02, "late": 0.02, "accuracy": 0.01}
@@ -99,7 +99,7 @@ def false_verdict(claim: Claim, verdict: str, effect: float) -> str:
     """The word of a verdict that is false for the planted effect, in margins; empty if there is none."""
     words = verdict.split(" but ")
     if claim.expected == "same":
-        true = {"supported": effect < 1.0, "reversed": effect > 1.0}
+        true = {"supported": abs(effect) < 1.0, "reversed": abs(effect) > 1.0}
     else:
         true = {"supported": effect > 0.0, "reversed": effect < 0.0, "negligible": abs(effect) < 1.0}
     return next((word for word in words if not true.get(word, True)), "")

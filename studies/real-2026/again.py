@@ -18,7 +18,7 @@ from qerl_core.rundir.durable import write_atomically
 from qerl_core.statistics import mean_ci
 from qerl_studies.design.sessions import read_study
 from qerl_studies.report.probe_page import points
-from qerl_studies.report.secondary import SAMPLED, bases_of, values_of
+from qerl_studies.report.secondary import SAMPLED, values_of
 from qerl_studies.tables.markdown import markdown_table
 
 STUDY = Path(__file__).parent
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
 def section(size: str, first: str, second: str) -> str:
     """The table of a size and what it comes to."""
     runs = [values_of(read_study(STUDY / name), ARMS, SAMPLED) for name in (first, second)]
-    copies = sorted(set.intersection(*(set(bases_of(of, ARMS)) for of in runs)))
+    copies = sorted(set.intersection(*({*of[arm].index} for of in runs for arm in ARMS)))
     found = 100 * np.array([[[of[arm][copy] for copy in copies] for arm in ARMS] for of in runs])
     moved, gaps = found[1] - found[0], found[:, 1] - found[:, 0]  # of arm and copy, of run and copy
     heads = ["copy", *(f"{arm}, {run}" for arm in ARMS for run in ("first", "second")), "gap, first", "gap, second"]

@@ -27,11 +27,11 @@ from qerl_core.process.arguments import KeyValueParser
 from qerl_core.rundir.checksums import digest
 from qerl_core.rundir.durable import write_atomically
 from qerl_core.statistics import mean_ci
+from qerl_studies.claims.primary import differences
 from qerl_studies.design.design import read_design
 from qerl_studies.design.looks import at_last_look, counted
 from qerl_studies.design.primary import MEASURES
 from qerl_studies.design.sessions import Sessions, read_sessions, read_study
-from qerl_studies.report.primary import differences
 from qerl_studies.tables.markdown import markdown_table
 
 HERE = Path(__file__).resolve().parent

@@ -20,6 +20,7 @@ from qerl_core.statistics import mean_ci, t_quantile
 from qerl_studies.design.design import Arm
 from qerl_studies.design.readings import by_base, final
 from qerl_studies.design.sessions import Sessions, read_study
+from qerl_studies.effects.pairs import shared
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -74,8 +75,7 @@ def effects(study: Sessions, arm: Arm, control: Arm) -> list[float]:
 
     Raises ConfigError if fewer than two have.
     """
-    treated, plain = (by_base(study.runs, one, final) for one in (arm, control))
-    found = [100 * (treated[base] - plain[base]) for base in treated if base in plain]
+    found = [100 * gap for gap in shared(*(by_base(study.runs, one.name, final) for one in (arm, control)))]
     require(len(found) > 1, f"{study.design.path} has both arms on {len(found)} bases: an interval needs two")
     return found
 

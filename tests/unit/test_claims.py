@@ -147,7 +147,7 @@ def test_a_claim_is_supported_by_all_its_contrasts_and_reversed_by_any(study: St
     study(["quant=nvfp4"], entropy=1.06)
     found = verdicts(study(["quant=mxfp4"], entropy=1.06))[ENTROPY]
     assert [result.status for result in found.voting] == [None, None, "incomplete"]
-    assert (found.verdict, found.reason) == ("incomplete", "no runs")
+    assert (found.verdict, found.reason) == ("incomplete", "no runs of nf4")
     assert math.exp(effect(found.contrasts[0])) == pytest.approx(1.06, abs=0.004)
     runs = study(["quant=nf4", "model.hidden_size=64"], entropy=1.06)
     assert verdicts(runs)[ENTROPY].verdict == "incomplete"  # a model of another width has no counterpart
@@ -244,7 +244,8 @@ def test_rank_matters_little_within_the_margin_and_much_outside_of_it(study: Stu
     study([*wide, "lora.rank=16"], reward=0.005)
     study([*wide, "lora.rank=64", "lora.alpha=64"], reward=0.1)
     found = verdicts(study([*wide, "lora.rank=8"], reward=0.1))[RANK]
-    assert (found.verdict, found.voting[1].reason) == ("incomplete", "no runs in the primary setting")
+    lacking = "no runs in the primary setting, which lacks rank 64 with lora.alpha=32 (there: 64)"
+    assert (found.verdict, found.voting[1].reason) == ("incomplete", lacking)
     assert verdicts(study([*wide, "lora.rank=64"], reward=0.004))[RANK].verdict == "supported"  # 8 has no vote
     study([*wide, "lora.rank=32", "model.layers=1"])
     study([*wide, "lora.rank=16", "model.layers=1"])
@@ -594,7 +595,7 @@ def test_methods_of_the_paper_are_shown_and_decide_nothing(study: Study) -> None
     runs = study([*paper, "recipe=method/qerl"], reward=0.1, accuracy=0.1)
     found = verdicts(runs)[GROWTH]
     matched, nvfp4, qerl = found.contrasts
-    assert (matched.reason, nvfp4.reason, found.verdict) == ("no runs", "no runs", "incomplete")
+    assert (matched.reason, nvfp4.reason, found.verdict) == ("no runs of nvfp4", "no runs", "incomplete")
     assert qerl.others[0].effect is not None and qerl.others[0].effect.whole.value == pytest.approx(0.1, abs=0.01)
     assert qerl.confounders == ["aqn.name (exp_paper / none)", "optim.lr (1e-05 / 5e-06)"]
     text = markdown({"qwen on gsm8k": evaluate_claims(CLAIMS, runs)}, runs)

@@ -27,7 +27,13 @@ def test_claims_without_runs_are_folded(everything: bool, tmp_path: Path, capsys
 
 @pytest.mark.parametrize(
     ("reason", "touched"),
-    [("no runs", False), ("no runs; no runs", False), ("no runs in the primary setting; no runs", True), ("", True)],
+    [
+        ("no runs", False),
+        ("no runs; no runs", False),
+        ("no runs of nvfp4; no runs", False),
+        ("no runs in the primary setting, which lacks bf16 with lora.rank=32 (there: 16); no runs", True),
+        ("", True),
+    ],
 )
 def test_a_claim_of_which_runs_are_in_another_setting_is_touched(reason: str, touched: bool) -> None:
     assert is_touched(cast(ClaimResult, SimpleNamespace(voting=[], reason=reason))) == touched

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from qerl_bench.probe.contamination import GIVEN, common, compared, completed, contamination, questions
 from qerl_bench.probe.parts import Parts, anew
 from qerl_bench.task.chat_template import plain_ids
 from qerl_core.checks import ConfigError
 from qerl_core.records import Prompt, Rollout
-from qerl_studies.probes.numbers import clopper_pearson
+from qerl_studies.effects.estimate import share
 from qerl_studies.probes.page import tables
 
 TEXTS = ["Ann has 3 pens and buys 4.", "How many legs do 7 cats have?", "Bob eats half of 8 figs."]
@@ -138,13 +137,7 @@ def test_the_page_has_a_row_for_each_kind() -> None:
     assert len(heads) == len(lines[0]) and [line[:3] for line in lines] == [
         ["test part", "2", "15"], ["generated", "2", "20"],
     ]  # fmt: skip
-    low, high = (100 * end for end in clopper_pearson(1, 2))
+    half = share([True, False])
+    low, high = (100 * end for end in (half.low, half.high))
     assert lines[0][3] == f"50.0 [{low:.1f}, {high:.1f}]" and lines[1][3].startswith("0.0 [0.0, ")
     assert lines[0][4].startswith("62.5 [") and lines[0][5].startswith("75.0 [")
-
-
-@pytest.mark.parametrize(("found", "among"), [(0, 20), (3, 20), (20, 20)])
-def test_the_ends_of_an_exact_interval_leave_a_fortieth_beyond_them(found: int, among: int) -> None:
-    low, high = clopper_pearson(found, among)
-    assert low == 0 if found == 0 else stats.binom.sf(found - 1, among, low) == pytest.approx(0.025)
-    assert high == 1 if found == among else stats.binom.cdf(found, among, high) == pytest.approx(0.025)

@@ -39,9 +39,9 @@ def test_means_are_those_of_the_runs_in_the_order_of_their_dose(study: Sessions)
     figure = dose_response(arms)
     kl, pass_1 = _line(figure, 2)
     assert list(kl) == sorted(kl) and 0.01 < kl[0] < kl[-1] < 0.1
-    ends = {arm.name: by_base(study.runs, arm, final) for arm in study.arms}
+    ends = {arm.name: by_base(study.runs, arm.name, final) for arm in study.arms}
     wanted = [
-        100 * np.mean([ends[name][base] - ends[control][base] for base in ends[name]])
+        100 * np.mean([ends[name][base] - ends[control][base] for base in ends[name].index])
         for name, control in (("nvfp4-noise", "nvfp4"), ("bf16-noise", "bf16"))
     ]
     assert sorted(pass_1) == pytest.approx(sorted(wanted), abs=1e-9)

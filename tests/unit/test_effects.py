@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from qerl_core.checks import ConfigError
 from qerl_core.statistics import Estimate, mean_ci, mean_ci_crossed
-from qerl_studies.effects.estimate import effect_of, over_units
+from qerl_studies.design.gates import between, render
+from qerl_studies.effects.estimate import effect_of, over_units, share
 from qerl_studies.effects.pairs import as_grid, differences, of_units
 from qerl_studies.effects.state import WORDS, State, of_interval, of_look
 from qerl_studies.figures import paired
+from qerl_studies.probes.numbers import accuracy
+from qerl_studies.probes.page import interval
 from qerl_studies.runs.measure import ACCURACY
 
 CELLS = [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("c", 0), ("c", 1)]
@@ -108,3 +112,23 @@ def test_each_state_has_one_of_five_words() -> None:
     states = [State(1), State(-1, harm=True), State(within=True, untested="incomplete"), State(), State(untested="x")]
     assert [one.word for one in states] == [*WORDS]
     assert [one.of_claim for one in states[:4]] == ["supported", "harms", "negligible", "undecided"]
+
+
+@pytest.mark.parametrize(("found", "among"), [(0, 8), (3, 20), (20, 20)])
+def test_a_single_share_has_wilsons_interval(found: int, among: int) -> None:
+    """Its ends are the shares from which what was found is 1.96 standard errors away; 0 of 8 has one too."""
+    one = share([True] * found + [False] * (among - found))
+    assert one.has_interval and one.value == found / among
+    for end in (one.low, one.high):
+        assert abs(one.value - end) == pytest.approx(stats.norm.ppf(0.975) * (end * (1 - end) / among) ** 0.5)
+
+
+def test_what_did_not_vary_has_no_interval() -> None:
+    alike, several = mean_ci([0.5, 0.5, 0.5]), mean_ci([0.4, 0.5, 0.6])
+    assert [one.has_interval for one in (alike, several, mean_ci([0.5]))] == [False, True, False]
+    assert ACCURACY.with_interval(alike) == "+50.00" and ACCURACY.with_interval(several).startswith("+50.00 [+")
+    none_right = {"samples": 1, "correct": [0] * 8}
+    assert interval(accuracy(none_right), ".1f") == "0.0 [0.0, 32.4]"
+    assert interval(accuracy({"samples": 4, "correct": [0] * 8}), ".1f") == "0.0"  # no spread of any question to go by
+    assert between("gate", 0.0, 1.0, [0.5, 0.5], ()).word == "yes"
+    assert render([between("gate", 0.0, 1.0, [0.5, 0.5], ())]).splitlines()[2].split(" | ")[2:4] == ["0.5", "-"]

@@ -15,9 +15,9 @@ from scipy import stats
 
 from qerl_bench.conduct.archive import ANSWERS
 from qerl_core.checks import ConfigError
+from qerl_studies.claims.primary import differences
 from qerl_studies.design.design import read_design
 from qerl_studies.design.sessions import Sessions, read_probes, read_study
-from qerl_studies.report.primary import differences
 from qerl_studies.report.probe_page import markdown
 from qerl_studies.report.sessions import read_once
 from tests.scripts import ROOT, script

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +10,16 @@ import pandas as pd
 import pytest
 
 from qerl_core.checks import ConfigError
+from qerl_core.statistics import holm, mean_ci
 from qerl_studies.claims.evaluate import evaluate_claims
 from qerl_studies.claims.registry import QERL, claims_of
 from qerl_studies.commands import plan
+from qerl_studies.effects.estimate import least_squares
 from qerl_studies.runs.committed import settings_file
 from tests.scripts import script
 
 planting = script("studies/planting/planting.py")
+looks = script("studies/planting/looks.py")
 ROOT = Path(__file__).parents[2]
 CLAIMS = claims_of(QERL)
 
@@ -43,6 +47,8 @@ def test_planted_runs_hold_what_was_planted() -> None:
         ("more", "negligible", 1.0, "negligible"), ("more", "supported but negligible", 0.5, ""),
         ("more", "supported but negligible", 2.0, "negligible"), ("more", "undecided", 2.0, ""),
         ("same", "supported", 1.0, "supported"), ("same", "supported", 0.5, ""), ("same", "reversed", 0.5, "reversed"),
+        ("same", "reversed", -2.5, ""), ("same", "supported", -2.5, "supported"), ("more", "reversed", -2.0, ""),
+        ("more", "reversed but negligible", -2.0, "negligible"), ("less", "supported", -2.0, "supported"),
     ],
 )  # fmt: skip
 def test_which_word_is_false(expected: str, verdict: str, effect: float, false: str) -> None:
@@ -58,6 +64,46 @@ def test_a_small_planting_errs_as_rarely_as_it_should() -> None:
         assert (table[f"false {word}"] <= 0.05).all()
     assert (table["any false"] <= 0.25).all()  # one of four where at most 0.2 are expected
     assert table.loc[2.0, "supported"] > 0.5 > table.loc[0.0, "supported"]
+
+
+def test_simulated_looks_are_the_rules_of_the_program() -> None:
+    """Of one study: mean, error and degrees of freedom in pairs and by least squares, and Holm's method."""
+    arms = looks.planted((-1.0,), 12, 0.0, 3, 0)
+    _, sessions = looks.DESIGNS[12]
+    for study in range(3):
+        treated, control = (pd.Series(arm[study]) for arm in arms[::-1])
+        gaps = mean_ci(treated - control)
+        runs = least_squares(treated, control, dict(enumerate(map(str, sessions))))
+        rules = {looks.in_pairs: gaps, looks.by_runs: runs}
+        for rule, one in rules.items():
+            mean, error, df = rule(arms[1], arms[0], sessions)
+            assert (one.value, one.stderr, one.df) == pytest.approx((mean[study], error[study], df))
+    p = np.random.default_rng(0).uniform(size=(2, 50))
+    assert pytest.approx(np.array([holm(one) for one in p.T])) == looks.holm(p).T
+
+
+def test_the_rule_of_two_looks_holds_its_level_in_pairs_and_least_squares_does_not_where_arms_go_apart() -> None:
+    false = {}
+    for correlation, rule in product((-0.45, 0.0, 0.5), looks.RULES):
+        direction, _ = looks.words(looks.planted((0.0, 0.0), 12, correlation, 20_000, 1), 12, rule)
+        false[correlation, rule] = (direction != 0).any(0).mean()
+    assert all(share < 0.057 for (_, rule), share in false.items() if rule == "pairs")
+    assert false[0.0, "least squares"] < 0.057 and false[-0.45, "least squares"] > 0.07
+
+
+def test_a_correction_for_skewness_holds_the_level_where_student_does_not() -> None:
+    skewed = np.random.default_rng(0).exponential(size=60)
+    found = {row["test"]: row for row in looks.skew_rows(skewed, 4000, 0) if row["units"] == 16}
+    assert found["Student's t"]["below"] > 0.05 > 0.02 > found["Student's t"]["above"]
+    assert found["t, corrected for skewness"]["any"] < found["Student's t"]["any"]
+
+
+def test_the_tables_of_looks_in_the_docs_are_the_committed_ones() -> None:
+    page = (ROOT / "docs" / "claims.md").read_text()
+    committed = pd.read_csv(ROOT / "studies/planting/results/looks.csv")
+    shown = committed[(committed["units"] == 12) & (committed["format"] == 0) & (committed["effect"] <= 0)]
+    assert looks.markdown(shown) in page
+    assert looks.markdown(pd.read_csv(ROOT / "studies/planting/results/skew.csv")) in page
 
 
 def test_the_table_in_the_docs_is_the_committed_one() -> None:

@@ -16,12 +16,15 @@ import yaml
 from scipy import stats
 
 from qerl_core.checks import ConfigError
+from qerl_studies.claims import primary
+from qerl_studies.claims.primary import look, together
 from qerl_studies.design.design import read_design
 from qerl_studies.design.looks import at_last_look, counted
 from qerl_studies.design.primary import Primary
 from qerl_studies.design.sessions import Sessions, read_study
-from qerl_studies.report import primary, sessions
-from qerl_studies.report.primary import look, primary_page
+from qerl_studies.effects.estimate import correlation, least_squares
+from qerl_studies.report import sessions
+from qerl_studies.report.primary import primary_page
 from qerl_studies.report.secondary import secondary_page
 from qerl_studies.report.sessions import contents, main, read_once, shown_on_page
 from qerl_studies.runs.comparable import load_runs
@@ -51,7 +54,7 @@ def study_of(effects: dict[str, list[float]], **changed: Any) -> Any:
             if base < len(added):
                 runs[arm, base, 0] = run_with(own + added[base])
     primary = Primary(contrasts=CONTRASTS, measure="late_lenient", margin=0.01, looks=LOOKS)
-    design = SimpleNamespace(bases=tuple(range(6)), seeds=(0,), primary=primary)
+    design = SimpleNamespace(bases=tuple(range(6)), seeds=(0,), primary=primary, path=Path("none/of/study.yaml"))
     sessions = {"session_of": {base: "a session" for _, base, _ in runs}, **changed}
     return SimpleNamespace(design=design, runs=runs, **sessions)
 
@@ -145,7 +148,48 @@ def test_a_gate_that_the_protocol_did_not_ask_stands_beside_its_word() -> None:
     noise, format_ = look(small := read_once(REAL / "05b"), small.design.primary, 12)
     assert (noise.verdict, noise.state.word, format_.exploratory) == ("open", "not decided", "")
     assert re.match(r"exploratory.* not tested, acts \(entropy .* ×1\.045 \[×0\.982, ×1\.112\]\)", noise.exploratory)
-    assert not look(large := read_once(REAL / "15b"), large.design.primary, 12)[0].failed
+    large = look(study := read_once(REAL / "15b"), study.design.primary, 12)
+    assert [one.failed for one in large] == [("end above half time",)] * 2  # overridden, so that its arms could begin
+    assert [one.state.word for one in large] == ["not decided", "opposite"]
+
+
+def test_least_squares_takes_an_effect_for_each_session_in_place_of_pairs() -> None:
+    """In one session it is the t test of two samples, and with a base each the one of pairs."""
+    alone = dict(zip(range(6), "abcdef", strict=True))
+    treated, control = pd.Series(NOISY), pd.Series(PLAIN)
+    of_two = stats.ttest_ind(NOISY, PLAIN)
+    one = least_squares(treated, control, dict.fromkeys(range(6), "a session"))
+    low, high = of_two.confidence_interval()
+    assert (one.low, one.high, one.df, one.n) == pytest.approx((low, high, 10, 12))
+    assert one.p_outside(0.0) == pytest.approx(of_two.pvalue)
+    pairs, of_pairs = least_squares(treated, control, alone), stats.ttest_rel(NOISY, PLAIN)
+    assert (pairs.p_outside(0.0), pairs.df) == pytest.approx((of_pairs.pvalue, 5))
+    assert correlation(treated, control) == pytest.approx(stats.pearsonr(NOISY, PLAIN).statistic)
+    assert np.isnan(least_squares(treated[:1], control[:1], alone).stderr)
+    more = least_squares(pd.Series([*NOISY, 0.4]), control, alone | {6: "g"})  # alone it says nothing
+    assert (more.value, more.df) == pytest.approx((pairs.value, 5))
+
+
+def test_arms_of_one_copy_do_not_go_together_and_pairs_gain_nothing() -> None:
+    """Correlations as a referee's own code has them; least squares has more degrees of freedom."""
+    for size, gap, r in (("05b", "-4.67 [-5.59, -3.75]", -0.45), ("15b", "-2.41 [-3.45, -1.36]", -0.16)):
+        format_ = look(study := read_once(REAL / size), study.design.primary, 12)[1]
+        found = format_.by_runs
+        assert f"{100 * found.value:+.2f} [{100 * found.low:+.2f}, {100 * found.high:+.2f}]" == gap
+        assert round(format_.correlation, 2) == r and found.half_width < format_.over_bases.half_width
+        assert format_.state_by_runs == format_.state
+
+
+def test_a_word_about_two_sizes_asks_the_tests_of_both() -> None:
+    noise, format_ = together(read_once(REAL / "05b"))
+    assert {*noise.each} == {"05b", "15b"} and (noise.state.word, format_.state.word) == ("not decided", "opposite")
+    assert format_.p == max(one.p for one in format_.each.values() if one)
+    assert format_.by_gates_of_today.word == "not tested"  # one gate of one size is open
+    (full,) = together(read_once(REAL / "05b-more"))
+    assert full.each["15b-more"] is None and full.state.word == "not tested" and np.isnan(full.p)
+    (lower,) = (one for one in format_.each.values() if one and one.failed)
+    higher = replace(lower, state=replace(lower.state, direction=1))
+    assert replace(format_, each={**format_.each, "15b": higher}).state.word == "not decided"
 
 
 def test_all_pages_see_the_bases_of_the_last_look_alone() -> None:

@@ -16,6 +16,8 @@ from qerl_studies.claims.evaluate import evaluate_claims
 from qerl_studies.claims.registry import QERL, claims_of
 from qerl_studies.commands.verdicts import main as report
 from qerl_studies.design.protocol import protocol_commit
+from qerl_studies.effects.state import State
+from qerl_studies.figures.forest import SHADES
 from qerl_studies.figures.verdicts import all_verdicts, in_margins
 from qerl_studies.report.verdicts import dose_of, studies_in, verdicts_of
 from qerl_studies.runs.comparable import load_runs
@@ -76,7 +78,12 @@ def test_a_study_with_primary_contrasts_has_records_of_its_last_look_alone() -> 
     content = verdicts_of({name: real / name for name in ("05b", "15b")})
     assert [*content["studies"]] == ["05b", "15b"] and len(content["verdicts"]) == 4
     for record in content["verdicts"]:
-        page = (real / record["study"] / "results/primary.md").read_text().rpartition("## ")[2]
+        page = (
+            (real / record["study"] / "results/primary.md")
+            .read_text()
+            .partition("## 12 bases")[2]
+            .partition("## All")[0]
+        )
         (row,) = (line for line in page.splitlines() if f": {record['contrast']} |" in line)
         assert f"| {record['effect']:+.2f} | [{record['low']:+.2f}, {record['high']:+.2f}] |" in row
         told = "; ".join(filter(None, (record["word"], record["reason"])))
@@ -108,19 +115,30 @@ def test_released_models_have_a_panel_of_their_own_above(content: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("word", "alike"), [("higher", "supported"), ("lower", "reversed"), ("negligible", "negligible"), ("open", "open")]
-)
-def test_words_of_primary_contrasts_have_the_colors_of_verdicts_to_the_same_side(
-    word: str, alike: str, content: dict[str, Any]
+    ("state", "shade"),
+    [
+        (State(1), "supported"), (State(-1), "opposite"), (State(1, within=True), "supported"),
+        (State(within=True), "within"), (State(), "open"), (State(untested="incomplete"), "open"),
+    ],
+)  # fmt: skip
+def test_verdicts_have_the_color_of_their_state_whatever_their_words(
+    state: State, shade: str, content: dict[str, Any]
 ) -> None:
-    colors = {}
-    for verdict in (word, alike, "incomplete"):
-        for one in content["verdicts"]:
-            one["verdict"] = verdict
-        texts = [text for ax in all_verdicts(content).axes for text in ax.texts if text.get_text() == verdict]
-        (colors[verdict],) = {text.get_color() for text in texts}
-    assert colors[word] == colors[alike]
-    assert (colors[word] == colors["incomplete"]) is (word == "open")
+    for one in content["verdicts"]:
+        one |= {"state": {"direction": state.direction, "within": state.within, "untested": state.untested}}
+        one["verdict"] = "supported, or what a protocol calls it"
+    texts = [text for ax in all_verdicts(content).axes for text in ax.texts if text.get_text().startswith("supported")]
+    assert {text.get_color() for text in texts} == {SHADES[shade]} and state.kind == shade
+
+
+def test_a_record_says_what_its_verdict_is_about() -> None:
+    real = Path(__file__).parents[2] / "studies" / "real-2026"
+    (full,) = verdicts_of({"05b-more": real / "05b-more"})["verdicts"]
+    assert full["answers_to"] == ["NVFP4 with LoRA matches full-parameter training"]
+    assert full["look"] == {"bases": 4, "level": 0.05, "planned": [4]}
+    assert full["setting"] == {
+        "lr": [2e-4, 3e-6], "steps": 40, "quantizer": "rtn", "temperature": 0.6, "top_p": 0.95
+    }  # fmt: skip
 
 
 def test_folders_without_a_study_and_studies_of_one_name_are_refused(others: Path, tmp_path: Path) -> None:
@@ -133,6 +151,6 @@ def test_folders_without_a_study_and_studies_of_one_name_are_refused(others: Pat
 
 
 def test_without_a_protocol_or_git_there_is_no_commit(tmp_path: Path) -> None:
-    assert protocol_commit(tmp_path) is None
+    assert protocol_commit(tmp_path, None) is None
     (tmp_path / "protocol.md").write_text("# What we expect\n")
-    assert protocol_commit(tmp_path) is None
+    assert protocol_commit(tmp_path, 0.0) is None

@@ -25,16 +25,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import fmean
 
 import numpy as np
 
 from qerl_core.statistics import Estimate, holm, mean_ci
 from qerl_studies.claims.blocked import BlockedArm, blocked_arms, which_blocked
 from qerl_studies.claims.claim import NO_RUNS, Claim, ClaimResult, ContrastResult, Status
-from qerl_studies.claims.estimate import compare
+from qerl_studies.claims.estimate import Comparison, compare
 from qerl_studies.claims.exploration import why_only_harm
-from qerl_studies.claims.match import Contrast, Stratum, match
+from qerl_studies.claims.match import Contrast, Stratum, all_accept, match, value_text
+from qerl_studies.effects.pairs import by_unit
 from qerl_studies.effects.state import State
 from qerl_studies.runs.load import Run
 
@@ -120,7 +120,7 @@ def _test(claim: Claim, contrast: Contrast, runs: list[Run], stopped: Sequence[B
     primary = [comparison for comparison in comparisons if comparison.is_in(claim.primary)]
     others = tuple(comparison for comparison in comparisons if comparison not in primary)
     if not primary:
-        return ContrastResult(contrast, "incomplete", "no runs in the primary setting", None, others)
+        return ContrastResult(contrast, "incomplete", _what_primary_lacks(claim, others), None, others)
     if len(primary) > 1:
         settings = "; ".join(comparison.label for comparison in primary)
         reason = (
@@ -137,6 +137,22 @@ def _test(claim: Claim, contrast: Contrast, runs: list[Run], stopped: Sequence[B
     return ContrastResult(contrast, "not testable here" if failed else None, failed, chosen, others, additional)
 
 
+def _what_primary_lacks(claim: Claim, others: Sequence[Comparison]) -> str:
+    """Which arms of the setting that comes nearest to the primary one have which other values."""
+    lacks: list[dict[str, list[str]]] = []
+    for other in others:
+        arms: dict[str, list[str]] = {}
+        for side, variant in zip(other.contrast.arms, other.stratum.variants, strict=True):
+            items = other.stratum.shared | variant
+            for one in claim.primary:
+                if not one.accepts(items):
+                    arms.setdefault(f"with {one.asked} (there: {value_text(one.value(items))})", []).append(side.label)
+        lacks.append(arms)
+    nearest = min(lacks, key=len)
+    told = ", ".join(f"{' and '.join(dict.fromkeys(labels))} {what}" for what, labels in nearest.items())
+    return f"no runs in the primary setting, which lacks {told}"
+
+
 def _why_no_test(claim: Claim, effect: Estimate) -> str:
     if effect.n < 2:
         return "a single seed decides nothing"
@@ -147,12 +163,9 @@ def _why_no_test(claim: Claim, effect: Estimate) -> str:
 
 def _mean_of_pairs(contrast: Contrast, stratum: Stratum, of: Callable[[Run, Run], float]) -> Estimate:
     """A number of each pair of the first added and the first subtracted arm; mean over bases, or seeds of one base."""
-    treated, control = (next(i for i, arm in enumerate(contrast.arms) if arm.sign == sign) for sign in (1, -1))
-    by_base: dict[str, list[float]] = {}
-    for cell in stratum.cells:
-        by_base.setdefault(cell[0], []).append(of(stratum.arms[treated][cell], stratum.arms[control][cell]))
-    (first, *more) = by_base.values()
-    return mean_ci([fmean(values) for values in by_base.values()] if more else first)
+    sides = [*zip(contrast.arms, stratum.arms, strict=True)]
+    treated, control = (next(runs for arm, runs in sides if arm.sign == sign) for sign in (1, -1))
+    return mean_ci(by_unit(treated, lambda run: of(run, control[run.cell])))
 
 
 def _why_no_comparison(
@@ -172,7 +185,12 @@ def _why_no_comparison(
     if found := which_blocked(contrast, (*claim.where, *claim.primary), stopped):
         why, counts = found
         return "not testable here" if counts else "incomplete", why
-    return "incomplete", NO_RUNS
+    none_of = [
+        side.label for side in contrast.arms
+        if not any(all_accept((*claim.where, *side.where), run.config_items) for run in eligible)
+    ]  # fmt: skip
+    some = contrast.votes and 0 < len(none_of) < len(contrast.arms)
+    return "incomplete", f"{NO_RUNS} of {' and '.join(none_of)}" if some else NO_RUNS
 
 
 def _voting_effects(claim: Claim, results: Sequence[ContrastResult]) -> list[Estimate]:

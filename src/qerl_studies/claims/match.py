@@ -39,14 +39,25 @@ class Filter:
     high: float = math.inf
     excuse: str = ""
 
+    def value(self, items: Items) -> Any:
+        return DERIVED[self.key](items) if self.key in DERIVED else items.get(self.key)
+
     def accepts(self, items: Items) -> bool:
-        value = DERIVED[self.key](items) if self.key in DERIVED else items.get(self.key)
+        value = self.value(items)
         bounded = self.low > -math.inf or self.high < math.inf
         return (
             (not self.among or value in self.among)
             and value not in self.excluding
             and (not bounded or (isinstance(value, int | float) and self.low <= value <= self.high))
         )
+
+    @property
+    def asked(self) -> str:
+        """The condition in words."""
+        ends = [f" {word} {end:g}" for word, end in (("from", self.low), ("to", self.high)) if math.isfinite(end)]
+        others = [f" other than {' or '.join(map(value_text, self.excluding))}"] if self.excluding else []
+        values = [f"={' or '.join(map(value_text, self.among))}"] if self.among else []
+        return self.key + "".join((*values, *ends, *others))
 
 
 def all_accept(filters: Iterable[Filter], items: Items) -> bool:
@@ -178,13 +189,13 @@ def _differing_keys(variants: Sequence[Items]) -> dict[str, list[str]]:
     """The keys in which `variants` differ, sorted, by config group."""
     groups: dict[str, list[str]] = {}
     for key in sorted(_keys(variants)):
-        if len({_text(variant.get(key)) for variant in variants}) > 1:
+        if len({value_text(variant.get(key)) for variant in variants}) > 1:
             groups.setdefault(key.split(".")[0], []).append(key)
     return groups
 
 
 def _values(key: str, variants: Sequence[Items]) -> str:
-    return " / ".join(dict.fromkeys(_text(variant.get(key)) for variant in variants))
+    return " / ".join(dict.fromkeys(value_text(variant.get(key)) for variant in variants))
 
 
 def _keys(variants: Sequence[Items]) -> set[str]:
@@ -214,10 +225,13 @@ def labels(strata: Sequence[Stratum]) -> list[str]:
         for stratum in strata
     ]
     keys = list(dict.fromkeys(key for items in described for key in items))
-    keys = [key for key in keys if len({_text(items.get(key)) for items in described}) > 1 and "_target_" not in key]
+    keys = [
+        key for key in keys if len({value_text(items.get(key)) for items in described}) > 1 and "_target_" not in key
+    ]
     keys = [key for key in keys if not any(_implies(other, key, described) for other in keys)]
     return [
-        ", ".join(dict.fromkeys(f"{key.split(' (')[0]}={_text(items[key])}" for key in keys if key in items)) or "all"
+        ", ".join(dict.fromkeys(f"{key.split(' (')[0]}={value_text(items[key])}" for key in keys if key in items))
+        or "all"
         for items in described
     ]
 
@@ -228,7 +242,7 @@ def _implies(name: str, key: str, described: Sequence[Items]) -> bool:
     group = plain_key.split(".")[0]
     if name == key or arm != arm_of_key or plain_name != NAME_KEYS.get(group, f"{group}.name"):
         return False
-    pairs = {(_text(items.get(name)), _text(items.get(key))) for items in described}
+    pairs = {(value_text(items.get(name)), value_text(items.get(key))) for items in described}
     return len(pairs) == len({value for value, _ in pairs})
 
 
@@ -250,5 +264,5 @@ def _hashable(value: Any) -> Any:
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
-def _text(value: Any) -> str:
+def value_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)

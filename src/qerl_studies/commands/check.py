@@ -1,22 +1,31 @@
-"""Check published studies: whether all files are there and as they were written, and all runs complete.
+"""Check studies, published or in sessions: whether all files are there and as they were written, and all runs complete.
 
     qerl-bench check community          # every study in the folder
     qerl-bench check FOLDER ...
+    qerl-bench check studies/real-2026/05b     # a study in sessions, before it is published
 
 What is looked at: files and their seals (SHA-256 in croissant.json), fingerprints and configs, finished runs with a
-number for every step and the evaluation after the last, versions of code and libraries, licence and author, and paths
-or keys that should not be there. Says what is wrong with each study; exit code 2 if anything is.
+number for every step and the evaluation after the last, versions of code and libraries, licence and author, paths or
+keys that should not be there. Of a study with a protocol: whether git has it, and the primary contrasts of study.yaml
+as they are, from before its first run began. Says what is wrong with each study; exit code 2 if anything is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from qerl_core.checks import ConfigError, require
 from qerl_core.process.arguments import KeyValueParser
+from qerl_core.rundir.checkout import git_in
 from qerl_core.rundir.checksums import digest
 from qerl_core.rundir.read_files import read_object
+from qerl_studies.design.protocol import commits_of, first_start, protocol_commit, protocol_commits, protocol_of
+from qerl_studies.design.sessions import read_study as read_sessions
 from qerl_studies.publish.crate import CRATE
 from qerl_studies.publish.croissant import CROISSANT
 from qerl_studies.publish.dataset import CARD
@@ -48,7 +57,7 @@ def main(words: list[str]) -> None:
 def studies_in(folder: Path) -> list[Path]:
     """`folder` itself if it is a published study, else the folders in it, each of which must be one."""
     require(folder.is_dir(), f"{folder} is not a folder: give a published study, or a folder that holds some")
-    if (folder / SETTINGS).is_file() or (folder / CROISSANT).is_file():
+    if any((folder / name).is_file() for name in (SETTINGS, CROISSANT, "study.yaml")):
         return [folder]
     inside = sorted(path for path in folder.iterdir() if path.is_dir())
     require(bool(inside), f"{folder} holds no published study. To make one: qerl-bench publish RUNS out={folder}/NAME")
@@ -57,6 +66,8 @@ def studies_in(folder: Path) -> list[Path]:
 
 def check_study(folder: Path) -> str:
     """What the study has, in words. Raises ConfigError, with the remedy, for the first thing that is wrong."""
+    if (folder / "study.yaml").is_file() and not (folder / CROISSANT).is_file():
+        return _check_sessions(folder)
     missing = [name for name in FILES if not (folder / name).is_file()]
     require(not missing, f"{', '.join(missing)} is missing. {AGAIN}")
     described = read_object(folder / CROISSANT, AGAIN)
@@ -70,7 +81,54 @@ def check_study(folder: Path) -> str:
     for run in runs:
         _check_run(run)
     settings = len({run.setting_items for run in runs})
-    return f"{len(runs)} runs of {settings} settings, complete"
+    return f"{len(runs)} runs of {settings} settings, complete{_check_order(folder, runs)}"
+
+
+def _check_sessions(folder: Path) -> str:
+    """The same of a study in sessions, which is not published yet: no seals, and of training what it keeps."""
+    study = read_sessions(folder)
+    for session in {run.path.parent for run in study.runs.values()}:
+        check_private(session, Private("", ""))
+    runs = [*study.runs.values()]
+    for run in runs:
+        _check_end(run)
+    arms = len(study.arms)
+    return f"{len(runs)} runs of {arms} arms, finished{_check_order(folder, runs)}"
+
+
+def _check_order(folder: Path, runs: Sequence[Run]) -> str:
+    """Which commit of the protocol the first run began after; what cannot be told is said."""
+    file, commits, began = protocol_of(folder), protocol_commits(folder), first_start(runs)
+    if file is None:
+        return ""
+    if not commits:
+        return f"; git does not know {file.name}, or its history is cut off"
+    if began is None:
+        return f"; {file.name} is there, and no run says when it began"
+    held, since = protocol_commit(folder, began), _when(commits[0][1])
+    require(
+        held is not None,
+        f"{file} came on {since}, in {commits[0][0][:8]}, and the first run began on {_when(began)}: nothing shows "
+        "that it was written before its data. Say so on its page, or leave the protocol out",
+    )
+    _check_contrasts(folder / "study.yaml", began)
+    return f"; {file.name} of {str(held)[:8]} before the first run, {_when(began)}"
+
+
+def _check_contrasts(design: Path, began: float) -> None:
+    """The `primary` of study.yaml is what it was when the first run began."""
+    before = [commit for commit, when in commits_of(design) if when <= began] if design.is_file() else []
+    text = git_in(design.parent, "show", f"{before[-1]}:./{design.name}") if before else None
+    then, now = (yaml.safe_load(one or "") or {} for one in (text, design.read_text() if text else ""))
+    require(
+        then.get("primary") == now.get("primary"),
+        f"primary of {design} is {now.get('primary')} and was {then.get('primary')} when the first run began, in "
+        f"{''.join(before[-1:])[:8]}: take back what was changed after there were data",
+    )
+
+
+def _when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%d %B %Y, %H:%M:%S UTC")
 
 
 def _check_seals(folder: Path, described: dict[str, Any]) -> None:
@@ -85,16 +143,11 @@ def _check_seals(folder: Path, described: dict[str, Any]) -> None:
 
 
 def _check_run(run: Run) -> None:
-    require(run.finished, f"{run.name} is not finished. Finish it with the command that began it. {AGAIN}")
+    _check_end(run)
     steps = run.option("steps")
     lacking = sorted(set(range(1, steps + 1)) - {*run.series("train", "loss").index})
     require(
         not lacking, f"{run.name} has no loss of {len(lacking)} of its {steps} steps, the first {lacking[:1]}. {AGAIN}"
-    )
-    evaluated = run.metrics.loc[run.metrics["kind"] == "eval", "step"].max()
-    require(
-        run.option("eval.name") == "none" or evaluated == steps,
-        f"{run.name} has no evaluation after its last step, {steps}. {AGAIN}",
     )
     packages = run.environment.get("packages", {})
     unknown = [name for name in NEEDED if not packages.get(name)]
@@ -103,4 +156,13 @@ def _check_run(run: Run) -> None:
         not unknown,
         f"{run.name} does not say which version of {first_names(unknown)} it was made with (env.json). Run it again "
         "with a version of QeRL-Bench that does",
+    )
+
+
+def _check_end(run: Run) -> None:
+    require(run.finished, f"{run.name} is not finished. Finish it with the command that began it. {AGAIN}")
+    evaluated = run.metrics.loc[run.metrics["kind"] == "eval", "step"].max()
+    require(
+        run.option("eval.name") == "none" or evaluated == run.option("steps"),
+        f"{run.name} has no evaluation after its last step, {run.option('steps')}. {AGAIN}",
     )

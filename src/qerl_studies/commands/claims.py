@@ -6,21 +6,24 @@
     qerl-bench claims runs/ out=figures/ --all      # prints those without runs too
 
 Writes claims.md, and claims.svg, all claims in one picture; for another family of claims, papers=FAMILY, FAMILY.md, a
-table, and FAMILY.svg. With --format, the table of verdicts for a paper too. `qerl-bench report` makes a page of the
-paper's claims with filters.
+table, and FAMILY.svg. Of a study with contrasts of its own primary.md comes first, what its looks show. With --format,
+the table of verdicts for a paper too. `qerl-bench report` makes a page of the paper's claims with filters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from qerl_core.checks import require
 from qerl_studies.claims.claim import NO_RUNS, ClaimResult
 from qerl_studies.claims.evaluate import evaluate_claims
 from qerl_studies.claims.registry import QERL, families, shown_claims, with_own_folders
-from qerl_studies.design.looks import shown_runs
+from qerl_studies.design.looks import shown_runs, with_primary
 from qerl_studies.figures.forest import all_claims, svg
 from qerl_studies.report.claims_page import markdown, page_table, summary_text, verdict_table
+from qerl_studies.report.primary import primary_page
+from qerl_studies.report.sessions import read_once
 from qerl_studies.runs.comparable import load_runs
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.script import parser_for
@@ -39,6 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(words)
 
     runs = with_values(load_runs(shown_runs(options.runs, options.without), options.mixed_code), options.where)
+    own = primary_pages(run.path.parent for run in runs)
     claims = shown_claims() if options.papers == QERL else families()[options.papers]
     results = {scope: evaluate_claims(claims, group) for scope, group in by_scope(runs).items()}
     if options.papers == QERL:
@@ -47,12 +51,14 @@ def main(arguments: list[str] | None = None) -> None:
         tables = [f"## {scope}\n\n{page_table(of_scope)}" for scope, of_scope in results.items()]
         whose = "later papers" if options.papers == "literature" else options.papers
         picture, files = options.papers, {f"{options.papers}.md": "\n".join(tables)}
+    print(own, end="\n" * bool(own))
     for number, (scope, claim_results) in enumerate(results.items(), start=1):
         files[f"{picture}{'' if len(results) == 1 else f'_{number}'}.svg"] = svg(all_claims(claim_results, scope))
         print(scope, *shown_results(claim_results, everything=options.all), sep="\n\n", end="\n\n")
         if options.format:
             name = f"verdicts{'' if len(results) == 1 else f'_{number}'}"
             print(write_table(verdict_table(name, scope, claim_results, whose), options.format, options.out))
+    files |= {"primary.md": own} if own else {}
     options.out.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (options.out / name).write_text(text)
@@ -69,9 +75,19 @@ def shown_results(results: Sequence[ClaimResult], everything: bool) -> list[str]
 
 
 def is_touched(result: ClaimResult) -> bool:
-    """Whether runs say anything of it: an effect, or a reason that is another than that there are none."""
+    """Whether runs say anything of it: an effect, or a reason that is another than that there are none of an arm."""
     has_effect = any(one.effect is not None for one in result.voting)
-    return has_effect or any(reason != NO_RUNS for reason in result.reason.split("; "))
+    lacking = [one == NO_RUNS or one.startswith(f"{NO_RUNS} of ") for one in result.reason.split("; ")]
+    return has_effect or not all(lacking)
+
+
+def primary_pages(folders: Iterable[Path]) -> str:
+    """The pages of primary contrasts of the studies that these packed sessions belong to, as the last looks see them.
+
+    Such a study is of its own contrasts, which its protocol named; claims are judged by the settings that they name.
+    """
+    studies = dict.fromkeys(with_primary(folder.resolve()) for folder in dict.fromkeys(folders))
+    return "\n".join(primary_page(read_once(one)) for one in studies if one is not None)
 
 
 def with_values(runs: list[Run], conditions: list[str]) -> list[Run]:

@@ -162,7 +162,7 @@ def _written(run: Run) -> set[tuple[str, str]]:
 def _difference(difference: Estimate | None) -> tuple[str, str]:
     if difference is None:
         return "-", "-"
-    interval = f"[{difference.low:+.4g}, {difference.high:+.4g}]" if difference.stderr > 0 else "-"
+    interval = f"[{difference.low:+.4g}, {difference.high:+.4g}]" if difference.has_interval else "-"
     return f"{difference.value:+.4g}", interval
 
 

@@ -34,6 +34,7 @@ from qerl_studies.design.readings import (
     mixed_groups,
     pass_at,
 )
+from qerl_studies.effects.pairs import shared
 from qerl_studies.effects.state import GATES
 from qerl_studies.runs.load import Run
 from qerl_studies.tables.markdown import markdown_table
@@ -116,7 +117,7 @@ def of_training(design: Design, runs: Runs, limits: GateLimits, everything: tupl
     """What the reference must show by training, and the controls."""
 
     def of_reference(number: Callable[[Run], float]) -> list[float]:
-        return [*by_unit(design, runs, design.reference, number).values()]
+        return by_unit(design, runs, design.reference.name, number).tolist()
 
     results: list[Result] = []
     if limits.headroom is not None:
@@ -165,8 +166,10 @@ def controls(design: Design, runs: Runs, kind: str, stops: tuple[str, ...] = ())
     """
     gate, tested = f"control of {kind}", sum(arm.shows is not False for arm in design.arms)
     limit = f"one above {EFFECT:g}, p <= {level(tested):.2g}"
-    arms, reference = [arm for arm in design.arms if arm.shows == kind], by_unit(design, runs, design.reference, final)
-    effects = {arm.name: _differences(by_unit(design, runs, arm, final), reference) for arm in arms}
+    arms = [arm.name for arm in design.arms if arm.shows == kind]
+    reference = by_unit(design, runs, design.reference.name, final)
+    gaps = {arm: shared(by_unit(design, runs, arm, final), reference).tolist() for arm in arms}
+    effects = {arm: values if len(values) > 1 else [] for arm, values in gaps.items()}
     estimates = [mean_ci(values) for values in effects.values() if values]
     all_below = all(one.high < EFFECT for one in estimates)
     word: Word = "open" if len(estimates) < len(arms) else "no" if all_below else "neither"
@@ -181,12 +184,6 @@ def controls(design: Design, runs: Runs, kind: str, stops: tuple[str, ...] = ())
         )
         for name, values in effects.items()
     ]  # fmt: skip
-
-
-def _differences(treated: Mapping[int, float], reference: Mapping[int, float]) -> list[float]:
-    """By base; none if fewer than two bases have both."""
-    found = [value - reference[base] for base, value in treated.items() if base in reference]
-    return found if len(found) > 1 else []
 
 
 def override(results: Iterable[Result], despite: Sequence[str]) -> list[Result]:
@@ -208,7 +205,7 @@ def render(results: Sequence[Result]) -> str:
     """The results as a table in Markdown."""
     rows: list[list[str]] = []
     for one in results:
-        interval = "-" if math.isnan(one.low) else f"[{one.low:.4g}, {one.high:.4g}]"
+        interval = f"[{one.low:.4g}, {one.high:.4g}]" if one.low < one.high else "-"
         value = "-" if math.isnan(one.value) else f"{one.value:.4g}"
         meeting = "-" if not one.bases or one.limit == "none" else f"{one.meeting} of {one.bases}"
         shown = GATES.get(one.word, one.word)

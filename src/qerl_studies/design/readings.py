@@ -8,10 +8,11 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from qerl_core.checks import require
 from qerl_core.statistics import pass_at_k
-from qerl_studies.design.design import Arm, Design
+from qerl_studies.design.design import Design
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import LATE, held_out
 
@@ -28,20 +29,18 @@ def pass_at(probe: Probe, quant: str, k: int) -> float:
     return pass_at_k(rows, min(k, counts["samples"])).value
 
 
-def by_unit(design: Design, runs: Runs, arm: Arm, number: Callable[[Run], float]) -> dict[int, float]:
+def by_unit(design: Design, runs: Runs, arm: str, number: Callable[[Run], float]) -> pd.Series:
     """A number of the runs of an arm, by base or, in a design of one model, by seed."""
-    if len(design.units) > 1:
-        return by_base(runs, arm, number)
-    return {seed: number(run) for (name, _, seed), run in runs.items() if name == arm.name}
+    return by_base(runs, arm, number, 1 if len(design.units) > 1 else 2)
 
 
-def by_base(runs: Runs, arm: Arm, number: Callable[[Run], float]) -> dict[int, float]:
-    """The mean over seeds of a number of the runs of an arm, by base."""
+def by_base(runs: Runs, arm: str, number: Callable[[Run], float], part: int = 1) -> pd.Series:
+    """The mean over seeds of a number of the runs of an arm, by base, or by another `part` of their cells."""
     found: dict[int, list[float]] = {}
-    for (name, base, _), run in runs.items():
-        if name == arm.name:
-            found.setdefault(base, []).append(number(run))
-    return {base: fmean(values) for base, values in found.items()}
+    for cell, run in runs.items():
+        if cell[0] == arm:
+            found.setdefault(int(cell[part]), []).append(number(run))
+    return pd.Series({unit: fmean(values) for unit, values in found.items()}, dtype=float)
 
 
 def final(run: Run) -> float:

@@ -7,13 +7,15 @@ asked. Numbers of a whole run, such as a reward, have no questions that could be
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 
 from qerl_core.checks import require
-from qerl_core.statistics import CONFIDENCE, Estimate, mean_ci, mean_ci_crossed, t_quantile
+from qerl_core.statistics import CONFIDENCE, Estimate, mean_ci, mean_ci_crossed, over_questions, t_quantile
 
 Questions = Literal["drawn", "fixed"]
 
@@ -21,6 +23,59 @@ Questions = Literal["drawn", "fixed"]
 def over_units(table: np.ndarray, questions: Questions) -> Estimate:
     """Mean of numbers (questions, units), or (1, units) for a number of a whole run."""
     return mean_ci_crossed(table) if questions == "drawn" and len(table) > 1 else mean_ci(table.mean(axis=0))
+
+
+@dataclass(frozen=True)
+class Share(Estimate):
+    """A share of `n` questions that were asked once, with Wilson's interval, which none or all right have too."""
+
+    @property
+    def has_interval(self) -> bool:
+        return True
+
+    @property
+    def low(self) -> float:
+        return self._wilson[0]
+
+    @property
+    def high(self) -> float:
+        return self._wilson[1]
+
+    @property
+    def _wilson(self) -> tuple[float, float]:
+        from scipy.stats import binomtest
+
+        found = binomtest(round(self.value * self.n), self.n).proportion_ci(CONFIDENCE, method="wilson")
+        return float(found.low), float(found.high)
+
+
+def share(found: Sequence[bool]) -> Share:
+    """The share of those that are true."""
+    whole = over_questions([float(one) for one in found])
+    return Share(whole.value, whole.stderr, whole.n, whole.df)
+
+
+def least_squares(treated: pd.Series, control: pd.Series, place: Mapping[Any, str]) -> Estimate:
+    """The difference of two arms, each a number by unit, with an effect for each `place` (a session) and without pairs.
+
+    Narrower than pairs where the runs of a unit are not alike, and too narrow where they go against each other: what is
+    false then, studies/planting/looks.py counts. Student's t with as many degrees of freedom as runs
+    are more than effects; the error is NaN without any. `n` is the number of runs.
+    """
+    numbers = pd.concat([treated, control])
+    sides = np.repeat([1.0, 0.0], [len(treated), len(control)])
+    design = np.column_stack([sides, pd.get_dummies([place[unit] for unit in numbers.index]).to_numpy(float)])
+    found, _, rank, _ = np.linalg.lstsq(design, numbers.to_numpy(), rcond=None)
+    residual = numbers.to_numpy() - design @ found
+    df = len(numbers) - int(rank)
+    variance = np.linalg.pinv(design.T @ design)[0, 0] * (residual @ residual) / df if df else math.nan
+    return Estimate(float(found[0]), math.sqrt(variance), len(numbers), df)
+
+
+def correlation(treated: pd.Series, control: pd.Series) -> float:
+    """Of two arms over the units that both have; pairs help where it is above 0. NaN below three, or without spread."""
+    columns = pd.concat([treated, control], axis=1, join="inner").to_numpy().T
+    return float(np.corrcoef(columns)[0, 1]) if columns.shape[1] > 2 and columns.std(axis=1).all() else math.nan
 
 
 @dataclass(frozen=True)

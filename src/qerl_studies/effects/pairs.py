@@ -44,9 +44,20 @@ def average_seeds(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({base: table.xs(base, axis="columns", level="base").mean(axis="columns") for base in bases})
 
 
+def by_unit(runs: Arm | Sequence[Run], number: Number) -> pd.Series:
+    """The mean of each base over its questions and seeds; with a single base, of each seed."""
+    return average_seeds(by_cell(runs, number)).mean(skipna=False)
+
+
+def shared(treated: pd.Series, control: pd.Series) -> pd.Series:
+    """The difference of two arms, each a number by unit, on the units that both have; what is NaN in one stays so."""
+    both = treated.index.intersection(control.index, sort=False)
+    return treated[both] - control[both]
+
+
 def mean_of_runs(runs: Arm | Sequence[Run], number: Number) -> float:
     """Over bases, or over the seeds of one."""
-    return float(average_seeds(by_cell(runs, number)).to_numpy().mean())
+    return float(by_unit(runs, number).mean(skipna=False))
 
 
 def mixed_machines(arms: Iterable[Arm]) -> list[str]:

@@ -7,7 +7,9 @@ Its `word` is one of WORDS, the same on all pages. Verdicts keep the words of th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from qerl_core.statistics import Estimate
 
@@ -39,6 +41,13 @@ class State:
         return bool(self.direction or self.within or not self.untested)
 
     @property
+    def kind(self) -> Literal["supported", "opposite", "within", "open"]:
+        """What colors tell apart, here and in the styles of pages: a direction before a size."""
+        if self.direction:
+            return "supported" if self.direction > 0 else "opposite"
+        return "within" if self.within else "open"
+
+    @property
     def word(self) -> str:
         supported, opposite, same, undecided, untested = WORDS
         if self.direction:
@@ -64,6 +73,13 @@ class State:
         if self.direction and not self.within:
             return "higher" if self.direction > 0 else "lower"
         return State(within=self.within, untested=self.untested).word
+
+
+def of_all(states: Sequence[State]) -> State:
+    """What several tests show together: what each of them shows at its own level, which needs no correction."""
+    directions = {state.direction for state in states}
+    untested = "; ".join(dict.fromkeys(state.untested for state in states if state.untested))
+    return State(directions.pop() if len(directions) == 1 else 0, all(state.within for state in states), untested)
 
 
 def of_interval(estimate: Estimate, margin: float) -> State:

@@ -19,15 +19,8 @@ from qerl_studies.figures.style import FULL_WIDTH, GRAY, caption, panels, paper_
 REACH = 5.0  # margins; marks beyond are arrows at the edge
 BAND, BLACK, PAPER = "#E4E4E4", "#000000", "#D55E00"
 AS_CLAIMED, AGAINST, SMALL = "#00694d", "#a34700", "#0b5394"  # and without a claim: above zero, below it
-VERDICTS = {
-    "supported": AS_CLAIMED,
-    "higher": AS_CLAIMED,
-    "reversed": AGAINST,
-    "harms": AGAINST,
-    "lower": AGAINST,
-    "negligible": SMALL,
-}
 OPEN = "#666666"
+SHADES = {"supported": AS_CLAIMED, "opposite": AGAINST, "within": SMALL, "open": OPEN}  # by kind of state
 ROW = 0.19  # inches
 
 
@@ -54,7 +47,7 @@ def all_claims(results: Sequence[ClaimResult], scope: str) -> Figure:
             for number in claim.reported_effects if first else ():
                 _point(ax, y, number * margins, PAPER, hollow=True)
             if word := claim_result.verdict if first else result.status or "":
-                shade = VERDICTS.get(word.split(" ")[0], OPEN)
+                shade = SHADES[claim_result.state.kind] if first else OPEN
                 ax.text(REACH * 1.06, y, word, color=shade, va="center", fontsize=small())
         label_rows(ax, [label for label, *_ in lines])
         ax.set_xlim(-REACH, REACH)

@@ -11,7 +11,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qerl_studies.figures.forest import OPEN, REACH, ROW, VERDICTS
+from qerl_studies.effects.state import State
+from qerl_studies.figures.forest import REACH, ROW, SHADES
 from qerl_studies.figures.style import BAND, FULL_WIDTH, GRAY, caption, panels, paper_style, small
 
 KINDS = {True: "released models", False: "bases made here"}
@@ -67,7 +68,7 @@ def _panel(ax: Axes, title: str, lines: Sequence[tuple[str, Mapping[str, Any] | 
 
 
 def _mark(ax: Axes, y: float, record: Mapping[str, Any]) -> None:
-    shade = VERDICTS.get(record["verdict"].split(" ")[0], OPEN)
+    shade = SHADES[State(**record["state"]).kind]
     value = in_margins(record, record["effect"])
     if record["low"] is not None:
         ends = [_inside(in_margins(record, record[end])) for end in ("low", "high")]

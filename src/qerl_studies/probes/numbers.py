@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from qerl_core.statistics import CONFIDENCE, Estimate, over_samples, pass_at_k
+from qerl_core.statistics import Estimate, over_samples, pass_at_k
+from qerl_studies.effects.estimate import share
 
 MOST_CUT = 0.03  # share of answers
 PARTS = 10  # of a completion, whose entropies are told apart
@@ -42,7 +43,8 @@ def by_part(entropies: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarra
 
 def accuracy(found: Mapping[str, Any], column: str = "correct") -> Estimate:
     """The accuracy over questions of what `numbers` keeps; of the `lenient` one too."""
-    return over_samples(_answers(found, column))
+    rows = _answers(found, column)
+    return over_samples(rows) if found["samples"] > 1 else share([right > 0 for (right,) in rows])
 
 
 def pass_at(found: Mapping[str, Any], k: int) -> Estimate:
@@ -64,11 +66,3 @@ def of_scale(measured: Mapping[str, Any], sigma: float) -> str:
 
 def _answers(found: Mapping[str, Any], column: str) -> list[list[float]]:
     return [[1.0] * right + [0.0] * (found["samples"] - right) for right in found[column]]
-
-
-def clopper_pearson(found: int, among: int) -> tuple[float, float]:
-    """The 95 % interval of a share, exact for any number, also where none or all were found."""
-    from scipy.stats import binomtest
-
-    low, high = binomtest(found, among).proportion_ci(CONFIDENCE)
-    return float(low), float(high)

@@ -74,7 +74,7 @@ def accuracy_gap(units: Sequence[Record], quant: str, temperature: str, column: 
     if len(pairs) == 1:
         rows = [[[right / one["samples"]] for right in one[column]] for one in pairs[0]]
         return paired_difference(*rows)
-    return mean_ci([accuracy(after, column).value - accuracy(before, column).value for before, after in pairs])
+    return mean_ci([*map(gap_of(quant, first, temperature, column), measured_in(quant, units))])
 
 
 def mean_of(units: Sequence[Record], quant: str, number: Number) -> Estimate:
@@ -83,8 +83,7 @@ def mean_of(units: Sequence[Record], quant: str, number: Number) -> Estimate:
 
 def log_ratio(units: Sequence[Record], quant: str, number: Number) -> Estimate:
     """The logarithm of a positive number in a format over that of the same unit in the first."""
-    first = formats_of(units)[0]
-    return mean_ci([math.log(number(one, quant) / number(one, first)) for one in measured_in(quant, units)])
+    return mean_ci([*map(ratio_of(quant, formats_of(units)[0], number), measured_in(quant, units))])
 
 
 def entropy_at(temperature: str) -> Number:

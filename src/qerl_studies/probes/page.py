@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qerl_core.statistics import Estimate, mean_ci, paired_difference
-from qerl_studies.probes.numbers import accuracy, clopper_pearson, of_scale, pass_at, signal
+from qerl_studies.effects.estimate import share
+from qerl_studies.probes.numbers import accuracy, of_scale, pass_at, signal
 from qerl_studies.tables.markdown import markdown_table
 
 Table = tuple[list[str], list[list[str]]]  # heads, rows
@@ -127,19 +128,18 @@ def contamination(found: Mapping[str, Sequence[Mapping[str, int]]]) -> Table:
     """A row for each kind of questions: how many were completed to their end, and how much of the ends."""
     lines = []
     for kind, each in found.items():
-        low, high = clopper_pearson(whole := sum(one["first"] == one["left"] for one in each), len(each))
+        whole = share([one["first"] == one["left"] for one in each])
         first, common = (mean_ci([one[part] / one["left"] for one in each]) for part in ("first", "common"))
         left = sum(one["left"] for one in each) / len(each)
-        shares = [interval(one, ".1f") for one in (first, common)]
-        to_end = f"{100 * whole / len(each):.1f} [{100 * low:.1f}, {100 * high:.1f}]"
-        lines.append([kind, f"{len(each)}", f"{left:.0f}", to_end, *shares])
+        shares = [interval(one, ".1f") for one in (whole, first, common)]
+        lines.append([kind, f"{len(each)}", f"{left:.0f}", *shares])
     return ["questions", "number", "tokens left out", "completed to the end", "right up to there", "ROUGE-L"], lines
 
 
 def interval(estimate: Estimate, form: str = "+.1f") -> str:
-    """A percentage with its interval, if more than one question, or unit, tells of an error."""
+    """A percentage, with its interval if questions, or units, differ."""
     value, low, high = (format(100 * one, form) for one in (estimate.value, estimate.low, estimate.high))
-    return value if estimate.known_stderr is None else f"{value} [{low}, {high}]"
+    return f"{value} [{low}, {high}]" if estimate.has_interval else value
 
 
 def _shares(found: Mapping[str, Any]) -> list[str]:

@@ -93,7 +93,7 @@ def _row(setting: Setting) -> dict[str, Any]:
     units = unit_count(setting.runs)
     outcome = "-"
     if estimate is not None:
-        interval = f" [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]" if estimate.n > 1 else ""
+        interval = f" [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]" if estimate.has_interval else ""
         outcome = f"{100 * estimate.value:.1f}{interval}"
     return first.identity() | {
         "runs": len(setting.runs),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,6 @@ from qerl_studies.tables.markdown import markdown_table
 from qerl_studies.tables.paper import Table
 from qerl_studies.tables.templates import templates
 
-DECIDED = ("supported", "reversed", "negligible")
 SUMMARY = ("claim", "primary contrast", "effect [95 % interval]", "greedy", "from", "detectable", "why", "the paper")
 LATER = ("paper", "claim", "experiment", "verdict", "effect [95 % interval]")
 COMPARISONS = ("contrast", "setting", "role", "mean of each arm", "effect [95 % interval], not adjusted", "from")
@@ -46,11 +46,6 @@ def content(results: Mapping[str, Sequence[ClaimResult]], runs: Sequence[Run]) -
         "summary_header": SUMMARY,
         "comparisons_header": COMPARISONS,
     }
-
-
-def css_class(verdict: str) -> str:
-    first = {"harms": "reversed"}.get(word := verdict.split(" ")[0], word)
-    return first if first in DECIDED else "open"
 
 
 def summary_text(results: Sequence[ClaimResult], told: Sequence[ClaimResult] | None = None) -> str:
@@ -173,6 +168,7 @@ def _claim(number: int, result: ClaimResult, built_in: bool) -> dict[str, Any]:
         "margin": claim.measure.size_text(claim.measure.margin),
         "source": claim.source[0].upper() + claim.source[1:],
         "verdict": result.verdict,
+        "kind": result.state.kind,
         "beside": beside(result),
         "reason": result.reason,
         "power": _power(result),
@@ -223,10 +219,14 @@ def row_of(claim: Claim, result: ContrastResult, comparison: Comparison) -> tupl
 
 
 def _bases(claim: Claim, result: ContrastResult) -> str:
-    """Effects by base, their spread, and the prediction for one more base."""
+    """Effects by base, their spread, the prediction for one more base, and how far the arms go together."""
     effect = result.effect
-    if effect is None or effect.bases is None:
+    if effect is None or result.primary is None:
         return ""
+    r = result.primary.correlation
+    together = "" if math.isnan(r) else f" Correlation of the arms over {effect.unit}s: {r:+.2f}."
+    if effect.bases is None:
+        return f"{label_of(result)}.{together}" if together else ""
     bases, measure = effect.bases, claim.measure
     each = ", ".join(measure.text(base.value) for base in bases.by_base)
     spread, unit = (
@@ -235,7 +235,7 @@ def _bases(claim: Claim, result: ContrastResult) -> str:
     text = f"{label_of(result)} by base: {each}. Standard deviation between bases: {spread:.3g} {unit}."
     if bases.prediction:
         text += f" Prediction interval for one more base of as many seeds: {measure.interval_text(*bases.prediction)}."
-    return text
+    return text + together
 
 
 def _matched(result: ContrastResult) -> list[str]:
@@ -258,5 +258,5 @@ def _matched(result: ContrastResult) -> list[str]:
 
 def _additional(mean: Estimate) -> str:
     alike = "a single seed" if mean.n == 1 else f"the same in all {mean.n} repetitions"
-    interval = f" [{mean.low:+.3f}, {mean.high:+.3f}]" if mean.stderr > 0 else f" ({alike})"
+    interval = f" [{mean.low:+.3f}, {mean.high:+.3f}]" if mean.has_interval else f" ({alike})"
     return f"{mean.value:+.3f}{interval}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from qerl_core.checks import ConfigError
 from qerl_core.statistics import mean_ci
-from qerl_studies.effects.pairs import average_seeds, by_cell
+from qerl_studies.effects.pairs import by_unit
 from qerl_studies.figures.labels import label_settings, sigma_by_step
 from qerl_studies.figures.paired import ENTROPY, REWARD_LATE, SAMPLED
 from qerl_studies.report.axes import AXES, axis_of
@@ -76,6 +76,5 @@ def _response(setting: Setting, measure: Measure) -> dict[str, Any] | None:
         values = {run.path: measure.number(run) for run in setting.runs}
     except ConfigError:
         return None
-    units = average_seeds(by_cell(setting.runs, lambda run: values[run.path])).to_numpy()[0]
-    mean = mean_ci(units)
+    mean = mean_ci(by_unit(setting.runs, lambda run: values[run.path]))
     return {"mean": [mean.value, mean.low, mean.high], "n": mean.n, "values": [*values.values()]}

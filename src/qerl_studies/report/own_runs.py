@@ -93,5 +93,5 @@ def _cell(headline: Headline, difference: Estimate | None) -> tuple[str, str]:
         return "-", ""
     scale, digits = (100, 1) if "%" in headline.form else (1, 3)
     value, low, high = (f"{scale * end:+.{digits}f}" for end in (difference.value, difference.low, difference.high))
-    text = f"{value} [{low}, {high}]" if difference.stderr > 0 else value
+    text = f"{value} [{low}, {high}]" if difference.has_interval else value
     return text, of_interval(difference, headline.margin).of_pair

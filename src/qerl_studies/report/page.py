@@ -12,7 +12,6 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from qerl_studies.figures.style import FORMAT_COLORS, color
-from qerl_studies.report.claims_page import css_class
 from qerl_studies.tables.templates import templates
 
 FILES = Path(__file__).parent / "templates"
@@ -56,6 +55,4 @@ def colors(formats: list[str]) -> dict[str, str]:
 
 @cache
 def _environment() -> Environment:
-    environment = templates("qerl_studies.report", html=True)
-    environment.filters["css"] = css_class
-    return environment
+    return templates("qerl_studies.report", html=True)

@@ -287,11 +287,11 @@ def bracketed(estimate: Estimate, form: str) -> str:
 
 
 def _with_interval(estimate: Estimate, told: Callable[[float], str], end: Callable[[float], str]) -> str:
-    """The value and its interval, if there is one; a dash for what was not measured."""
+    """The value and its interval, if anything varied; a dash for what was not measured."""
     if math.isnan(estimate.value):
         return "-"
     shown = told(estimate.value)
-    return shown if math.isnan(estimate.low) else f"{shown} [{end(estimate.low)}, {end(estimate.high)}]"
+    return f"{shown} [{end(estimate.low)}, {end(estimate.high)}]" if estimate.has_interval else shown
 
 
 def _kls(units: Sequence[Record], quant: str) -> list[str]:

@@ -5,16 +5,19 @@ Which of these is looked at, and how often, no correction knows. Units are bases
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from statistics import fmean
 
 import numpy as np
+import pandas as pd
 
-from qerl_core.statistics import mean_ci
+from qerl_core.statistics import Estimate, mean_ci
 from qerl_studies.claims.measures import INITIAL_ENTROPY, LATE_REWARD, MEASURES, NOISY_ENTROPY, REWARD
 from qerl_studies.design.readings import by_base, gain_where_complete
 from qerl_studies.design.sessions import Sessions
+from qerl_studies.effects.estimate import correlation, least_squares
+from qerl_studies.effects.pairs import shared
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import Measure, RunMetric, area, last_fifth_mean, late_mean, mean_between
 from qerl_studies.tables.markdown import markdown_table
@@ -75,17 +78,29 @@ def secondary_page(study: Sessions, pairs: Sequence[tuple[str, str]]) -> str:
     """
     arms = list(dict.fromkeys(arm for pair in pairs for arm in reversed(pair)))
     found = {measure: values_of(study, arms, measure) for measure in (*SHOWN, SAMPLED)}
-    lines = []
-    for measure in SHOWN:
-        of = found[measure]
-        levels = [measure.level_text(fmean(of[arm].values())) for arm in arms]
-        lines.append([measure.name, *levels, *(difference(of, pair, measure) for pair in pairs)])
-    heads = ["", *arms, *(" - ".join(pair) for pair in pairs)]
-    any_two = [
-        [" - ".join(pair), str(count), *(difference(found[one], pair, one) for one in (SAMPLED, GREEDY))]
-        for pair in combinations(reversed(arms), 2)
-        if (count := len(bases_of(found[SAMPLED], pair)))
+    lines = [
+        [
+            measure.name,
+            *(measure.level_text(of[arm].mean(skipna=False)) for arm in arms),
+            *(measure.with_interval(difference(of, pair)) for pair in pairs),
+        ]
+        for measure, of in found.items()
+        if measure is not SAMPLED
     ]
+    heads = ["", *arms, *(" - ".join(pair) for pair in pairs)]
+    of = found[SAMPLED]
+    any_two = [
+        [
+            " - ".join(pair),
+            str(count),
+            *(one.with_interval(difference(found[one], pair)) for one in (SAMPLED, GREEDY)),
+            SAMPLED.with_interval(least_squares(of[pair[0]], of[pair[1]], study.session_of)),
+            f"{correlation(of[pair[0]], of[pair[1]]):+.2f}".replace("+nan", "-"),
+        ]
+        for pair in combinations(reversed(arms), 2)
+        if (count := difference(of, pair).n)
+    ]
+    heads_of_two = ["", "bases", SAMPLED.name, GREEDY.name, "sampled, without pairs", "correlation of the arms"]
     return (
         "# Beside the primary contrasts\n\n"
         f"{len(study.session_of)} bases. Means and 95 % intervals over bases (Student's t, questions fixed) of paired "
@@ -93,22 +108,19 @@ def secondary_page(study: Sessions, pairs: Sequence[tuple[str, str]]) -> str:
         "geometric means. These are many numbers without a correction for how many, and give no verdict.\n\n"
         f"{markdown_table(heads, lines)}\n\n"
         "## Any two arms\n\n"
-        f"{markdown_table(['', 'bases', SAMPLED.name, GREEDY.name], any_two)}\n"
+        "Without pairs: least squares over all runs of both arms, with an effect for each session. Pairs help where "
+        "the correlation over bases is above 0; where arms truly go against each other, intervals without pairs are "
+        "too narrow. Where each base is a session of its own, both are the same.\n\n"
+        f"{markdown_table(heads_of_two, any_two)}\n"
     )
 
 
-Values = Mapping[str, Mapping[int, float]]  # of each arm, by base
+def values_of(study: Sessions, arms: Sequence[str], measure: Measure) -> dict[str, pd.Series]:
+    """The measure of each arm, by base."""
+    return {arm: by_base(study.runs, arm, measure.averaged) for arm in arms}
 
 
-def values_of(study: Sessions, arms: Sequence[str], measure: Measure) -> Values:
-    return {arm.name: by_base(study.runs, arm, measure.averaged) for arm in study.arms if arm.name in arms}
-
-
-def bases_of(of: Values, pair: tuple[str, str]) -> list[int]:
-    return sorted(of[pair[0]].keys() & of[pair[1]].keys())
-
-
-def difference(of: Values, pair: tuple[str, str], measure: Measure) -> str:
-    treated, control = (of[arm] for arm in pair)
-    found = mean_ci([treated[base] - control[base] for base in bases_of(of, pair)])
-    return f"{measure.text(found.value)} {measure.interval_text(found.low, found.high)}"
+def difference(of: Mapping[str, pd.Series], pair: tuple[str, str]) -> Estimate:
+    """Over the bases that both arms have; of no number without any."""
+    gaps = shared(*(of[arm] for arm in pair))
+    return mean_ci(gaps) if len(gaps) else Estimate(math.nan, math.nan, 0)

@@ -23,14 +23,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain, cycle
-from math import isnan, nan
 from pathlib import Path
-from statistics import fmean
 
-import numpy as np
 from matplotlib.figure import Figure
 
-from qerl_core.statistics import mean_ci
 from qerl_studies.claims.claim import ClaimResult
 from qerl_studies.claims.evaluate import evaluate_claims
 from qerl_studies.claims.registry import QERL, families
@@ -38,7 +34,6 @@ from qerl_studies.claims.specification import specifications
 from qerl_studies.design.design import Arm, read_design
 from qerl_studies.design.gates import gates, override, render
 from qerl_studies.design.looks import at_last_look
-from qerl_studies.design.readings import by_base, pass_at
 from qerl_studies.design.sessions import Sessions, read_study
 from qerl_studies.figures.curves import ENTROPY, REWARD, paired_curves
 from qerl_studies.figures.dose import dose_response
@@ -50,14 +45,13 @@ from qerl_studies.figures.paired import REWARD_MEAN, SAMPLED
 from qerl_studies.figures.specification import specification_curve, specification_table
 from qerl_studies.figures.style import OTHER_COLORS, color, save
 from qerl_studies.report import probe_page
+from qerl_studies.report.bases_page import bases
 from qerl_studies.report.claims_page import markdown, page_table
 from qerl_studies.report.primary import primary_page
 from qerl_studies.report.secondary import secondary_page
 from qerl_studies.runs.comparable import check_comparable
 from qerl_studies.runs.load import Run
-from qerl_studies.runs.measure import held_out
 from qerl_studies.runs.settings import by_scope
-from qerl_studies.tables.markdown import markdown_table
 
 MOST_LINES = 8  # arms in one figure of lines
 SIZES = 3  # of noise, from which a figure of dose and response is drawn
@@ -123,7 +117,10 @@ def _measured(study: Sessions) -> dict[str, str]:
         if one in study.otherwise
     ]
     gates_page = "\n\n".join([render(override(results, study.overridden)), *told])
-    found = {"gates.md": gates_page + "\n", "bases.md": bases(study)}
+    found = {
+        "gates.md": gates_page + "\n",
+        "bases.md": bases(study, {arm.name: control for arm in study.arms if (control := control_of(study, arm))}),
+    }
     page = probe_page.markdown([*study.probes.values()])
     return found | ({"probes.md": page} if page else {})
 
@@ -233,66 +230,3 @@ def control_of(study: Sessions, arm: Arm) -> Arm | None:
     quiet = [word for word in arm.words if not word.startswith("aqn=")]
     itself = next((one for one in study.arms if one is not arm and one.words == quiet), study.design.reference)
     return next((one for one in study.arms if one.name == arm.compared_with), itself)
-
-
-def end_of(way: str) -> Callable[[Run], float]:
-    """Held-out accuracy after training, sampled or greedy; NaN for a run that was not asked so."""
-
-    def of_run(run: Run) -> float:
-        if run.series("eval", f"eval/accuracy_{way}").empty:
-            return nan
-        return float(np.mean(np.asarray(held_out(way)(run))))
-
-    return of_run
-
-
-def bases(study: Sessions) -> str:
-    """A table in Markdown: what each base could do, and the effect of each arm on its accuracy after training."""
-    reference, *formats = study.formats
-    dosed = [arm for arm in study.arms if arm.dosed]
-    treated = [(arm, control) for arm in study.arms if (control := control_of(study, arm)) is not None]
-    ways = ("sampled", "greedy")
-    ends = {(arm.name, way): by_base(study.runs, arm, end_of(way)) for arm in study.arms for way in ways}
-    session_of, samples = study.session_of, study.design.probe.samples
-    heads = ["base", "session", "pass@1", f"pass@{samples}", *(f"damage {quant}" for quant in formats)]
-    heads += [f"KL {arm.name}" for arm in dosed]
-    heads += [name for arm, control in treated for name in (f"{arm.name} - {control.name}", "greedy")]
-    rows: list[list[float]] = []
-
-    def known(column: Sequence[float]) -> list[float]:
-        return [x for x in column if not isnan(x)]
-
-    for base, probe in study.probes.items():
-        damage = [pass_at(probe, reference, 1) - pass_at(probe, quant, 1) for quant in formats]
-        numbers = [pass_at(probe, reference, 1), pass_at(probe, reference, samples), *damage]
-        effects = [  # NaN: not run on this base, or not asked
-            100 * (ends[arm.name, way].get(base, nan) - ends[control.name, way].get(base, nan))
-            for arm, control in treated
-            for way in ways
-        ]
-        doses = [probe["doses"].get(arm.name, {}).get("kl", nan) for arm in dosed]  # NaN: a tier not run on this base
-        rows.append([*(100 * x for x in numbers), *doses, *effects])
-    means = [mean_ci(known(column) or [nan]) for column in zip(*rows, strict=True)]
-    small = range(len(formats) + 2, len(formats) + 2 + len(dosed))  # the columns of KL
-
-    def cells(numbers: Sequence[float]) -> list[str]:
-        return [
-            "-" if isnan(x) else f"{x:.3f}" if i in small else f"{x:+.1f}" if i > small.stop - 1 else f"{x:.1f}"
-            for i, x in enumerate(numbers)
-        ]
-
-    lines = [[str(base), session_of[base], *cells(row)] for base, row in zip(study.probes, rows, strict=True)]
-    for session in dict.fromkeys(session_of.values()):
-        of_session = [row for base, row in zip(study.probes, rows, strict=True) if session_of[base] == session]
-        if len(of_session) > 1:
-            columns = [known(column) for column in zip(*of_session, strict=True)]
-            lines.append(["mean", session, *cells([fmean(column) if column else nan for column in columns])])
-    lines.append(["mean", "", *cells([one.value for one in means])])
-    intervals = zip(cells([one.low for one in means]), cells([one.high for one in means]), strict=True)
-    lines.append(["95 %, questions fixed", "", *(f"[{low}, {high}]" for low, high in intervals)])
-    note = (
-        f"Per cent and points of accuracy. Left: {study.design.probe.questions} training questions before any training;"
-        " damage is what a format costs. Right: held-out questions after training, one sample at the temperature of the"
-        " evaluation, and beside it greedy answers; the mean of seeds.\n"
-    )
-    return f"{markdown_table(heads, lines)}\n\n{note}"

@@ -19,7 +19,7 @@ from qerl_studies.claims.match import Contrast
 from qerl_studies.claims.registry import shown_claims
 from qerl_studies.figures.style import format_order
 from qerl_studies.report.axes import AXES, _is_number, axis_of
-from qerl_studies.report.claims_page import content, css_class, label_of, row_of
+from qerl_studies.report.claims_page import content, label_of, row_of
 from qerl_studies.report.doses import DOSES, doses_of
 from qerl_studies.report.own_runs import own_content
 from qerl_studies.report.page import colors, page
@@ -55,9 +55,9 @@ def evaluated(title: str, runs: Sequence[Run]) -> Results:
     return {scope: evaluate_claims(shown_claims(), group) for scope, group in by_scope(runs).items()}
 
 
-def verdict_counts(results: Results) -> dict[str, int]:
+def verdict_counts(results: Results) -> dict[tuple[str, str], int]:
     """How many claims have each verdict."""
-    counts = Counter(result.verdict for of_scope in results.values() for result in of_scope)
+    counts = Counter((result.verdict, result.state.kind) for of_scope in results.values() for result in of_scope)
     return dict(sorted(counts.items()))
 
 
@@ -228,7 +228,7 @@ def _matrix(results: Results, effects: Sequence[Mapping[str, Any]], formats: Col
                     "title": f"{number + 1}. {claim.title}",
                     "verdict": result.verdict,
                     "reason": result.reason,
-                    "class": css_class(result.verdict),
+                    "class": result.state.kind,
                     "said": any(effect["claim"] == number and effect["scope"] == scope for effect in told),
                     "cells": cells,
                 }

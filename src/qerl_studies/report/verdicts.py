@@ -20,15 +20,16 @@ from qerl_core.statistics import Estimate
 from qerl_studies.claims.claim import ClaimResult, ContrastResult
 from qerl_studies.claims.estimate import Comparison
 from qerl_studies.claims.evaluate import evaluate_claims
-from qerl_studies.claims.registry import families
+from qerl_studies.claims.match import all_accept
+from qerl_studies.claims.primary import differences, level_of, look
+from qerl_studies.claims.registry import QERL, claims_of, families
 from qerl_studies.design.gates import gates, override
 from qerl_studies.design.looks import at_last_look, runs_of, with_primary
 from qerl_studies.design.primary import MEASURES, Primary
-from qerl_studies.design.protocol import protocol_commit
+from qerl_studies.design.protocol import first_start, protocol_commit
 from qerl_studies.design.sessions import Sessions, study_of
 from qerl_studies.effects.estimate import Effect
-from qerl_studies.effects.state import GATES
-from qerl_studies.report.primary import differences, level_of, look
+from qerl_studies.effects.state import GATES, State
 from qerl_studies.report.sessions import judged, read_once
 from qerl_studies.runs.committed import SETTINGS
 from qerl_studies.runs.comparable import load_runs
@@ -38,6 +39,13 @@ from qerl_studies.runs.settings import by_scope
 
 Record = dict[str, Any]
 DIGITS = 6  # significant ones
+SETTING = {  # config keys that a reader of a verdict asks for, by their names in its record
+    "lr": "optim.lr",
+    "steps": "steps",
+    "quantizer": "quantizer.name",
+    "temperature": "eval.temperature",
+    "top_p": "eval.top_p",
+}
 EARLY = "no look at its primary contrasts yet. Its primary.md, by analysis/study_report.py, tells how far it is"
 NO_EFFECT = "its runs give no claim an effect. qerl-bench claims tells what is missing"
 
@@ -113,7 +121,7 @@ def _described(folder: Path, sessions: Sessions | None, runs: Sequence[Run]) -> 
         "code": sorted({run.code for run in runs}),
         "machines": sorted({run.block for run in runs}),
         "gates": {one.gate: GATES.get(one.word, one.word) for one in passed},
-        "protocol_commit": protocol_commit(folder),
+        "protocol_commit": protocol_commit(folder, first_start(runs)),
     }
 
 
@@ -135,6 +143,7 @@ def _record(
         "paper": claim.paper,
         "address": claim.address,
         "claim": claim.title,
+        "answers_to": [],
         "exploratory": claim.exploratory,
         "expected": claim.expected,
         "contrast": contrast.contrast.label,
@@ -146,10 +155,27 @@ def _record(
         **_estimate(measure, effect.whole),
         "greedy": _estimate(measure, greedy.whole) if greedy else None,
         "bases": _bases(measure, primary, effect),
+        "look": None,
+        "setting": setting_of(primary.stratum.runs),
         "verdict": result.verdict,
         "word": result.word,
+        "state": _state(result.state),
         "reason": contrast.reason or result.reason,
     }
+
+
+def setting_of(runs: Sequence[Run]) -> Record:
+    """Rate, steps, quantizer and way of answering of sampled questions; a list where runs have several values."""
+    found: Record = {}
+    for name, key in SETTING.items():
+        values = dict.fromkeys(run.config_items.get(key) for run in runs)
+        known = [value for value in values if value is not None]
+        found[name] = known if len(known) > 1 else next(iter(known), None)
+    return found
+
+
+def _state(state: State) -> Record:
+    return {"direction": state.direction, "within": state.within, "untested": state.untested}
 
 
 def _arms(measure: Measure, primary: Comparison) -> list[Record]:
@@ -205,6 +231,7 @@ def _primary_records(study: str, seen: Sessions, primary: Primary) -> Iterator[R
             "paper": None,
             "address": None,
             "claim": f"{one.name}, a primary contrast of the study",
+            "answers_to": claims_about(*runs.values()),
             "exploratory": False,
             "expected": "more",
             "contrast": " - ".join(pair),
@@ -228,15 +255,35 @@ def _primary_records(study: str, seen: Sessions, primary: Primary) -> Iterator[R
                 {"base": runs_of(seen, pair[0], base)[0].base, "effect": _shown(measure, float(effect))}
                 for base, effect in zip(bases, effects, strict=True)
             ],
+            "look": {"bases": len(bases), "level": primary.looks[len(bases)], "planned": [*primary.looks]},
+            "setting": setting_of([run for of_arm in runs.values() for run in of_arm]),
             "verdict": one.verdict,
             "word": one.state.word,
+            "state": _state(one.state),
             "reason": one.exploratory,
         }
 
 
+def claims_about(treated: Sequence[Run], control: Sequence[Run]) -> list[str]:
+    """The titles of QeRL's claims about accuracy whose two arms these are, in whatever setting."""
+    sides = [[run.config_items for run in runs] for runs in (treated, control)]
+    return [
+        claim.title
+        for claim in claims_of(QERL)
+        if claim.measure.answers
+        for contrast in claim.contrasts
+        if contrast.votes
+        if all(
+            all_accept((*claim.where, *arm.where), items)
+            for arm, side in zip(contrast.arms, sides, strict=False)
+            for items in side
+        )
+    ]
+
+
 def _estimate(measure: Measure, estimate: Estimate) -> Mapping[str, float | None]:
-    """Effect and 95 % interval, which a single repetition lacks."""
-    ends = (estimate.low, estimate.high) if estimate.n > 1 else (math.nan, math.nan)
+    """Effect and 95 % interval, which a single repetition lacks, and some that are all alike."""
+    ends = (estimate.low, estimate.high) if estimate.n > 1 and estimate.has_interval else (math.nan, math.nan)
     low, high = (None if math.isnan(end) else _shown(measure, end) for end in ends)
     return {"effect": _shown(measure, estimate.value), "low": low, "high": high}
 

@@ -92,21 +92,23 @@ class Measure:
 
     def estimate_text(self, estimate: Estimate) -> str:
         """Effect and interval; a single seed has none, because its interval knows nothing of other seeds."""
-        value = f"{self.text(estimate.value)} {self.unit}".strip()
-        if estimate.n == 1:
-            return f"{value} (a single seed)"
-        if estimate.identical:
-            return f"{value} (the same in all {estimate.n} repetitions)"
-        return f"{self.text(estimate.value)} {self.interval_text(estimate.low, estimate.high)} {self.unit}".strip()
+        if estimate.has_interval and estimate.n > 1:
+            return f"{self.with_interval(estimate)} {self.unit}".strip()
+        alike = "a single seed" if estimate.n == 1 else f"the same in all {estimate.n} repetitions"
+        return f"{self.text(estimate.value)} {self.unit}".strip() + f" ({alike})"
+
+    def with_interval(self, estimate: Estimate) -> str:
+        """Without a unit; the value alone where nothing varied."""
+        value = self.text(estimate.value)
+        return f"{value} {self.interval_text(estimate.low, estimate.high)}" if estimate.has_interval else value
 
     def interval_text(self, low: float, high: float) -> str:
         return f"[{self.text(low)}, {self.text(high)}]"
 
     def size_text(self, effect: float) -> str:
         """An effect without a direction, such as a margin."""
-        if self.ratio:
-            return f"{100 * (math.exp(effect) - 1):.1f} %"
-        return f"{self.text(effect).removeprefix('+')} {self.unit}".strip()
+        size = f"{self.text(effect).removeprefix('+')} {self.unit}".strip()
+        return f"{100 * math.expm1(effect):.1f} %" if self.ratio else size
 
 
 def training_curve(run: Run, metric: str) -> pd.Series:
@@ -188,14 +190,10 @@ def held_out(mode: str) -> Callable[[Run], float | pd.Series]:
     kept no answers. Raises ConfigError without that evaluation."""
 
     def of_run(run: Run) -> float | pd.Series:
-        last = run.option("steps")
-        if run.kept_answers is not None or run.path.is_dir():
-            answers = run.answers(mode)
-            require(last in answers, f"{run.name} was not evaluated after its last step")
-            return answers.loc[:, last]
-        accuracy = run.series("eval", f"eval/accuracy_{mode}")
-        require(last in accuracy.index, f"{run.name} was not evaluated after its last step")
-        return float(accuracy.loc[last])
+        last, kept = run.option("steps"), run.kept_answers is not None or run.path.is_dir()
+        found = run.answers(mode) if kept else run.series("eval", f"eval/accuracy_{mode}").to_frame().T
+        require(last in found, f"{run.name} was not evaluated after its last step")
+        return found.loc[:, last] if kept else float(found[last].iloc[0])
 
     return of_run
 
