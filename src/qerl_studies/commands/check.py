@@ -5,7 +5,8 @@
 
 What is looked at: files and their seals (SHA-256 in croissant.json), fingerprints and configs, finished runs with a
 number for every step and the evaluation after the last, versions of code and libraries, licence and author, and paths
-or keys that should not be there. Says what is wrong with each study; exit code 2 if anything is.
+or keys that should not be there. Of a study that others reported: that its table can be read. Of a registered claim:
+that it is the one that was registered, before the runs. Says what is wrong with each study; exit code 2 if anything is.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from qerl_core.checks import ConfigError, require
 from qerl_core.process.arguments import KeyValueParser
 from qerl_core.rundir.checksums import digest
 from qerl_core.rundir.read_files import read_object
+from qerl_studies.claims.registration import REGISTERED, check_registration
 from qerl_studies.publish.crate import CRATE
 from qerl_studies.publish.croissant import CROISSANT
 from qerl_studies.publish.dataset import CARD
 from qerl_studies.publish.folder import check_private
-from qerl_studies.runs.committed import SETTINGS, TIDY, read_study
+from qerl_studies.runs.committed import SETTINGS, TIDY, is_study, read_study
 from qerl_studies.runs.comparable import load_runs
 from qerl_studies.runs.environments import LIBRARIES
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.parse import first_names
 from qerl_studies.runs.private import Private
+from qerl_studies.runs.reported import REPORTED, is_reported
 
 FILES = (CARD, SETTINGS, TIDY, CROISSANT, CRATE)
 AGAIN = "Publish it again: qerl-bench publish RUNS out=DIR"
@@ -48,7 +51,7 @@ def main(words: list[str]) -> None:
 def studies_in(folder: Path) -> list[Path]:
     """`folder` itself if it is a published study, else the folders in it, each of which must be one."""
     require(folder.is_dir(), f"{folder} is not a folder: give a published study, or a folder that holds some")
-    if (folder / SETTINGS).is_file() or (folder / CROISSANT).is_file():
+    if any((folder / name).is_file() for name in (SETTINGS, CROISSANT, REPORTED, REGISTERED)):
         return [folder]
     inside = sorted(path for path in folder.iterdir() if path.is_dir())
     require(bool(inside), f"{folder} holds no published study. To make one: qerl-bench publish RUNS out={folder}/NAME")
@@ -57,6 +60,26 @@ def studies_in(folder: Path) -> list[Path]:
 
 def check_study(folder: Path) -> str:
     """What the study has, in words. Raises ConfigError, with the remedy, for the first thing that is wrong."""
+    reported = is_reported(folder)
+    told = _of_others(folder) if reported else ""
+    if (folder / REGISTERED).is_file():
+        runs = load_runs([folder], mixed_code=True) if reported or is_study(folder) else []
+        told = "; ".join(filter(None, (told, check_registration(folder, runs))))
+        if not is_study(folder):
+            return f"{told}; no runs yet"
+    return told if reported else "; ".join(filter(None, (_published(folder), told)))
+
+
+def _of_others(folder: Path) -> str:
+    """What a reported study has. Raises ConfigError for a table that cannot be read, and for private things."""
+    check_private(folder, Private("", ""))
+    runs = load_runs([folder])
+    left_out = sum(not run.finished for run in runs)
+    arms = {run.option("arm.name") for run in runs}
+    return f"{len(runs)} runs of {len(arms)} arms, reported" + (f", {left_out} of them not judged" if left_out else "")
+
+
+def _published(folder: Path) -> str:
     missing = [name for name in FILES if not (folder / name).is_file()]
     require(not missing, f"{', '.join(missing)} is missing. {AGAIN}")
     described = read_object(folder / CROISSANT, AGAIN)
