@@ -77,7 +77,10 @@ def register(file: Path, units: int, looks: Sequence[int], out: Path) -> Registr
     )
     require(not (out / REGISTERED).exists(), f"{out / REGISTERED} is there already. {REMEDY}")
     held = [name for name in ("data", "metrics.jsonl", "reported.csv", "tidy.parquet") if (out / name).exists()]
-    require(not held, f"{out} has {held[0]} already: a claim is registered before its runs, in a folder without any")
+    require(
+        not held,
+        f"{out} has {' and '.join(held)} already: a claim is registered before its runs, in a folder without any",
+    )
     claim = read_claim([CONF_DIR, file.parent.parent], file.stem)
     made = Registration(
         file.stem,
