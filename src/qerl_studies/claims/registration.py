@@ -24,6 +24,7 @@ from qerl_core.process.installation import CONF_DIR
 from qerl_core.rundir.read_files import read_object
 from qerl_studies.claims.read import GROUP, read_claim
 from qerl_studies.runs.load import Run
+from qerl_studies.runs.parse import first_names
 from qerl_studies.runs.settings import unit_count
 
 REGISTERED = "registered.json"
@@ -129,7 +130,7 @@ def check_registration(folder: Path, runs: Sequence[Run]) -> str:
     require(content_hash(file) == made.sha256, f"{file} was changed after it was registered on {made.date}. {REMEDY}")
     day = datetime.datetime.fromisoformat(made.date).replace(tzinfo=datetime.UTC).timestamp()
     early = sorted(run.name for run in runs if run.done.get("started", day) < day)
-    require(not early, f"{early[0]} and {len(early) - 1} more began before {made.date}, the day of registration")
+    require(not early, f"{first_names(early)} began before {made.date}, the day of registration")
     unknown = sum("started" not in run.done for run in runs)
     units = unit_count(runs) if runs else 0
     reached = [look for look in made.looks if look <= units]

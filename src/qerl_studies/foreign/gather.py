@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qerl_core.checks import require
@@ -18,7 +18,7 @@ from qerl_core.options.fingerprint import flat
 from qerl_studies.foreign.definitions import definition_of
 from qerl_studies.runs.private import Private
 from qerl_studies.runs.reported import MAX_TEXT, About, Row
-from qerl_studies.runs.reported_runs import safe
+from qerl_studies.runs.reported_runs import run_name
 
 MOST_RUNS = 3_000
 SEED = re.compile(r"^(?P<arm>.*?)[-_./ ]*(?:seed[-_ ]?|s)(?P<seed>\d{1,18})$")
@@ -60,11 +60,12 @@ def study_of(tool: str, study: str, model: str, task: str, runs: Sequence[Foreig
     require(len(runs) <= MOST_RUNS, f"{len(runs):,} runs, more than the {MOST_RUNS:,} of a study")
     program = tool.partition(" ")[0].lower()
     unjudged: dict[str, str] = {}
-    for number, run in enumerate(runs, start=1):
-        seed = f"s{run.seed}" if run.seed is not None else f"without-seed-{number}"
-        reasons = [*run.refused, *_why_not(run, runs)]
-        if reasons:
-            unjudged[f"{safe(run.arm)}-{seed}"] = "; ".join(reasons)
+    reasons = [[*run.refused, *_why_not(run, runs)] for run in runs]
+    twice = Counter((run.arm, run.seed) for run in runs)
+    runs = [replace(run, seed=None) if twice[run.arm, run.seed] > 1 else run for run in runs]
+    for run, told in zip(runs, reasons, strict=True):
+        if told:
+            unjudged[run_name(run.arm, run.seed, run.source)] = "; ".join(told)
     rows = [row for run in runs for row in _rows(program, study, model, task, run)]
     notes = dict.fromkeys(note for run in runs for note in run.notes)
     return rows, About(tool, _arms(runs), unjudged, [*notes])

@@ -122,6 +122,8 @@ def why_not(arms: Sequence[Mapping[Cell, Run]], common: Sequence[Cell], kind: st
     """Why two arms cannot be compared in a metric; empty if they can."""
     if any(arm[cell].environment["metrics"].get(metric) == UNREAD for arm in arms for cell in common):
         return UNREAD
+    if not all(arms):
+        return "only one arm has this number" if any(arms) else "neither arm has a run that is judged"
     if not common:
         return "no seed that both arms have"
     if len(common) == 1:

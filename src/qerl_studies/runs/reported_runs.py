@@ -46,8 +46,8 @@ def parts_of(folder: Path) -> ReportedParts:
     require(bool(by_run), f"{folder / REPORTED} has no row. {REMEDY}")
     configs: dict[str, dict[str, Any]] = {}
     found = ReportedParts(configs, [_environment(about, by_run)], {}, {}, {})
-    for number, ((arm, seed, _), rows) in enumerate(by_run.items(), start=1):
-        name = f"{safe(arm)}-{f's{seed}' if seed is not None else f'without-seed-{number}'}"
+    for number, ((arm, seed, source), rows) in enumerate(by_run.items(), start=1):
+        name = run_name(arm, seed, source)
         require(name not in found.runs, f"{folder / REPORTED}: two runs are called {name}: name arms apart. {REMEDY}")
         config = _config(rows, about.arms.get(arm, {}))
         listed = fingerprint(config)
@@ -64,6 +64,11 @@ def parts_of(folder: Path) -> ReportedParts:
         if not answers.empty:
             found.answers[name] = answers
     return found
+
+
+def run_name(arm: str, seed: int | None, source: str) -> str:
+    """How a run is called here; one whose seed is not known by the file that it was read from."""
+    return f"{safe(arm)}-{f's{seed}' if seed is not None else f'from-{safe(source)}'}"
 
 
 def safe(name: str) -> str:
