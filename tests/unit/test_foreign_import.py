@@ -410,3 +410,17 @@ def test_a_study_that_was_edited_is_refused(reported: Path, capsys: pytest.Captu
 
 def test_a_page_shows_names_and_nothing_else(reported: Path) -> None:
     assert markdown(reported, judge(reported)).count("# ") >= 3
+
+
+CONTROLS = {"trl-eight-seeds": "TRL", "verl-7519-gsm8k": "bf16", "verl-7519-dapo": "bf16"}
+MARGINS = {"early reward": 0.02, "late reward": 0.02}
+
+
+def test_pages_of_committed_reports_follow_from_their_numbers() -> None:
+    folder = ROOT / "studies" / "reported"
+    assert {file.parent.name for file in folder.glob("*/reported.csv")} == {*CONTROLS}
+    for name, control in CONTROLS.items():
+        judged = judge(folder / name, control, MARGINS)
+        assert markdown(folder / name, judged) == (folder / name / "verdict.md").read_text(), name
+        decided = {one.metric for one in judged if one.difference is not None}
+        assert bool(decided) == (name == "trl-eight-seeds"), "one run an arm decides nothing"

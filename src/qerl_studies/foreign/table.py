@@ -42,7 +42,7 @@ def read_long(files: Sequence[Path], tool: str) -> tuple[list[Row], About]:
     """The rows as they are. What arms differ in is not in such a table."""
     rows = [row for file in files for row in read_rows(file)]
     notes = [f"options of arms are not in {REPORTED}: in what they differ is what their names say"]
-    return rows, About(tool, {row.arm: {} for row in rows}, _without_seed(rows), notes)
+    return rows, About(tool, {row.arm: {} for row in rows}, {}, notes)
 
 
 def read_wide(
@@ -70,7 +70,7 @@ def read_wide(
                 }
                 rows.append(row_of(cells, f"{file}, line {number}, {column}"))
     notes = [f"one number a run, at step {step}: nothing is known of the steps before", "options of arms are not known"]
-    return rows, About(tool, {row.arm: {} for row in rows}, _without_seed(rows), notes)
+    return rows, About(tool, {row.arm: {} for row in rows}, {}, notes)
 
 
 def _parts(text: str) -> tuple[str, str, str]:
@@ -85,8 +85,3 @@ def _parts(text: str) -> tuple[str, str, str]:
         "(all metrics: docs/reference/metrics.md)",
     )
     return column, name, told or known
-
-
-def _without_seed(rows: Sequence[Row]) -> dict[str, str]:
-    lacking = dict.fromkeys(row.arm for row in rows if row.seed is None)
-    return {arm: "some of its rows have no seed, so they have no counterpart in another arm" for arm in lacking}

@@ -7,6 +7,7 @@ place of its number. Words are not adjusted for how many are looked at.
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from qerl_studies.tables.markdown import markdown_table
 LEVEL = 0.025  # one-sided, of the differences that so many pairs find
 MARGINS = {one.metric: one.margin for one in HEADLINES}
 NOTHING = {False: "One arm, which there is nothing to compare with.", True: "Nothing can be judged."}
+NO_SEED = "runs whose seed is not known have no counterpart in another arm"
 MOST_METRICS = 60  # of a page
 
 
@@ -99,23 +101,23 @@ def _judged(
     about: About,
     margin: float,
 ) -> Judged:
-    """One comparison. Runs that are not to be judged have no part in it."""
-    counted = [
-        {run.cell: run for run in arms[arm] if run.finished and run.records(kind, metric)} for arm in (first, second)
-    ]
-    means = tuple(mean_of(arm, lambda run: value_of(run, kind, metric)) for arm in counted)
-    one, other = counted
+    """One comparison. Runs that are not to be judged have no part in it; where nothing is, means are of all runs."""
+    known = [[run for run in arms[arm] if run.records(kind, metric)] for arm in (first, second)]
+    one, other = ({run.cell: run for run in runs if run.finished} for runs in known)
     common = sorted(one.keys() & other.keys())
     reason = why_not([one, other], common, kind, metric)
     if reason:
-        whole = [run.name for arm in (first, second) for run in arms[arm] if not run.finished]
-        told = [f"{name}: {about.unjudged.get(name, about.unjudged.get(first, 'no seed'))}" for name in whole]
-        return Judged(first, second, metric, (means[0], means[1]), None, State(untested="; ".join([reason, *told[:2]])))
-    difference = paired(one, other, common, kind, metric)
-    if difference is None or not difference.stderr > 0:
-        same = "the same difference in all pairs: copies of a run, or a number that no seed changes?"
-        return Judged(first, second, metric, (means[0], means[1]), difference, State(untested=same))
-    return Judged(first, second, metric, (means[0], means[1]), difference, of_interval(difference, margin))
+        left_out = [about.unjudged.get(run.name, NO_SEED) for runs in known for run in runs if not run.finished]
+        ends = [{run.last_step for run in runs} for runs in known]
+        apart = [f"of other steps ({min(ends[0])} and {min(ends[1])})"] if all(ends) and ends[0] != ends[1] else []
+        reason = "; ".join(dict.fromkeys([reason, *left_out, *apart]))
+    difference = None if reason else paired(one, other, common, kind, metric)
+    if not reason and not (difference is not None and difference.stderr > 0):
+        reason = "the same difference in all pairs: copies of a run, or a number that no seed changes?"
+    state = State(untested=reason) if reason or difference is None else of_interval(difference, margin)
+    shown_arms = [{run.cell: run for run in runs} for runs in known] if reason else [one, other]
+    levels = [mean_of(arm, lambda run: value_of(run, kind, metric)) for arm in shown_arms]
+    return Judged(first, second, metric, (levels[0], levels[1]), difference, state)
 
 
 def why_not(arms: Sequence[Mapping[Cell, Run]], common: Sequence[Cell], kind: str, metric: str) -> str:
@@ -123,7 +125,7 @@ def why_not(arms: Sequence[Mapping[Cell, Run]], common: Sequence[Cell], kind: st
     if any(arm[cell].environment["metrics"].get(metric) == UNREAD for arm in arms for cell in common):
         return UNREAD
     if not all(arms):
-        return "only one arm has this number" if any(arms) else "neither arm has a run that is judged"
+        return "only one arm has runs that are judged" if any(arms) else "neither arm has runs that are judged"
     if not common:
         return "no seed that both arms have"
     if len(common) == 1:
@@ -165,16 +167,14 @@ def markdown(folder: Path, judged: Sequence[Judged]) -> str:
     about, arms = read_about(folder), arms_of(folder)
     parts = [f"# {shown(folder.resolve().name)}: reported", _introduction(about, arms)]
     tested = [one for one in judged if one.state.tested]
-    others: dict[str, list[Judged]] = {}
-    for one in judged:
-        if not one.state.tested:
-            others.setdefault(one.state.untested, []).append(one)
+    unread = dict.fromkeys(shown(one.metric) for one in judged if one.state.untested == UNREAD)
+    others = [one for one in judged if not one.state.tested and one.state.untested != UNREAD]
     heads = ("first - second", "number", "first", "second", "difference", "95 % interval", "finds", "word")
     rows = [
         (
             f"{shown(one.first)} - {shown(one.second)}",
             shown(one.metric),
-            *(f"{mean:.4g}" for mean in one.means),
+            *_means(one),
             f"{one.difference.value:+.4g}" if one.difference else "-",
             one.interval,
             one.found,
@@ -192,13 +192,20 @@ def markdown(folder: Path, judged: Sequence[Judged]) -> str:
             f"{words}. Nothing is adjusted for how many numbers one looks at."
         )
     if others:
-        listed = [
-            f"- {shown(why)}: {', '.join(dict.fromkeys(shown(one.metric) for one in found))}"
-            for why, found in others.items()
+        heads = ("first - second", "number", "first", "second", "why not")
+        rows = [
+            (f"{shown(one.first)} - {shown(one.second)}", shown(one.metric), *_means(one), shown(one.state.untested))
+            for one in others
         ]
-        parts += ["## What is not judged", "\n".join(listed)]
+        parts += ["## What was reported and is not judged", markdown_table(heads, rows)]
+    if unread:
+        parts.append(f"Imported and not compared, since nobody here read their definition: {', '.join(unread)}.")
     parts += ["## What is known of the runs", _known(about, arms)]
     return "\n\n".join(parts) + "\n"
+
+
+def _means(one: Judged) -> list[str]:
+    return [f"{mean:.4g}" if math.isfinite(mean) else "-" for mean in one.means]
 
 
 def _introduction(about: About, arms: Mapping[str, Sequence[Run]]) -> str:
