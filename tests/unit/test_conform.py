@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from qerl_bench.__main__ import main
 from qerl_core.checks import ConfigError
 from qerl_core.process.arguments import whole
 from qerl_core.statistics import mean_ci
-from qerl_studies.conform.equivalence import Asked, Conformity, conformity, place_of_control
+from qerl_studies.conform.equivalence import AskedMeasure, Conformity, conformity, place_of_control
 from qerl_studies.conform.reference import FILE, MEASURES, read_reference
 from qerl_studies.design.looks import shown_runs
 from qerl_studies.runs.load import Run, load_run
@@ -99,9 +100,11 @@ def asked(folder: Path) -> Conformity:
 
 def tost(gaps: list[float], tolerance: float) -> float:
     """SciPy's two one-sided t tests; the larger p."""
-    low = stats.ttest_1samp(gaps, -tolerance, alternative="greater").pvalue
-    high = stats.ttest_1samp(gaps, tolerance, alternative="less").pvalue
-    return float(max(low, high))
+    found: list[Any] = [
+        stats.ttest_1samp(gaps, -tolerance, alternative="greater"),
+        stats.ttest_1samp(gaps, tolerance, alternative="less"),
+    ]
+    return max(float(one.pvalue) for one in found)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,7 @@ def test_the_runs_that_are_needed_pass_four_times_of_five() -> None:
     tolerance, spread = 0.01, 0.018
     pilot = draw.normal(0, 1, 12)
     pilot = (pilot - pilot.mean()) / pilot.std(ddof=1) * spread
-    needed = Asked(MEASURES["final"], tolerance, True, mean_ci(pilot)).needed
+    needed = AskedMeasure(MEASURES["final"], tolerance, True, mean_ci(pilot)).needed
     assert needed is not None and 20 < needed < 60
 
     def passed(n: int) -> float:
@@ -144,21 +147,21 @@ def test_a_format_at_the_tolerance_rarely_passes_and_rarely_fails() -> None:
     words = []
     for _ in range(1000):
         effect = mean_ci(draw.normal(0.01, 0.01, 12))
-        words.append(Conformity("x", (Asked(MEASURES["final"], 0.01, True, effect),), "", ()).word)
+        words.append(Conformity("x", (AskedMeasure(MEASURES["final"], 0.01, True, effect),), "", ()).word)
     assert 0.01 < words.count("pass") / 1000 < 0.045 and words.count("fail") / 1000 < 0.045
 
 
 def test_several_measures_must_all_pass_and_any_may_fail() -> None:
-    def part(mean: float, decides: bool = True) -> Asked:
-        return Asked(MEASURES["final"], 0.02, decides, mean_ci(np.array([0.001, -0.001, 0.002, -0.002]) + mean))
+    def part(mean: float, decides: bool = True) -> AskedMeasure:
+        return AskedMeasure(MEASURES["final"], 0.02, decides, mean_ci(np.array([0.001, -0.001, 0.002, -0.002]) + mean))
 
-    def word(*parts: Asked) -> str:
+    def word(*parts: AskedMeasure) -> str:
         return Conformity("x", parts, "", ()).word
 
     assert word(part(0.0), part(0.0)) == "pass" and word(part(0.0), part(0.019)) == "too few"
     assert word(part(0.0), part(0.05)) == "fail" and word(part(0.0), part(0.05, decides=False)) == "pass"
     barely = mean_ci([0.030, 0.034, 0.023, 0.027])
-    alone = Asked(MEASURES["final"], 0.02, True, barely)
+    alone = AskedMeasure(MEASURES["final"], 0.02, True, barely)
     assert 0.025 < barely.p_outside(0.02) <= 0.05
     assert word(alone) == "fail" and word(alone, part(0.0)) == "too few", "corrected for two measures"
 

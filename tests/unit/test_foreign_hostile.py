@@ -173,10 +173,10 @@ def test_sizes_are_limited_with_words(
     (tmp_path / "theirs.csv").write_text(table("b"))
     monkeypatch.setattr(reported, "MAX_ROWS", 3)
     with pytest.raises(ConfigError, match="more than 3 rows"):
-        [*read_rows(tmp_path / "theirs.csv")]
+        list(read_rows(tmp_path / "theirs.csv"))
     monkeypatch.setattr(reported, "MAX_BYTES", 100)
     with pytest.raises(ConfigError, match="MiB"):
-        [*read_rows(tmp_path / "theirs.csv")]
+        list(read_rows(tmp_path / "theirs.csv"))
     with pytest.raises(SystemExit):
         main(["import", "trl", str(arms(tmp_path / "runs")), f"out={tmp_path / 's'}", "model=m", "task=t"])
     assert "more than the" in whole(capsys.readouterr().err) and not (tmp_path / "s").exists()

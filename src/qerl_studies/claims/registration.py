@@ -114,7 +114,8 @@ def read_registration(folder: Path) -> Registration:
     require(
         lists and type(content["units"]) is int, f"{where}: contrasts, looks or units are of another kind. {REMEDY}"
     )
-    read = Registration(**content | {key: tuple(content[key]) for key in ("contrasts", "looks")})
+    texts: dict[str, Any] = content | {key: tuple(content[key]) for key in ("contrasts", "looks")}
+    read = Registration(**texts)
     require(read.seal == seal, f"{where} was changed after it was written: its seal is of other content. {REMEDY}")
     return read
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from qerl_core.process.arguments import KeyValueParser, printable
 from qerl_studies.conform.equivalence import Conformity, conformity, place_of_control
-from qerl_studies.conform.reference import MEASURES, Reference, read_reference
+from qerl_studies.conform.reference import MEASURES, Bf16Reference, read_reference
 from qerl_studies.design.looks import shown_runs
 from qerl_studies.runs.load import load_run
 from qerl_studies.tables.markdown import markdown_table
@@ -31,7 +31,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--reference", required=True, help="a name in studies/references.yaml, or FILE.yaml:NAME")
     parser.add_argument("--control", help="the BF16 arm of a reported study")
     asked = "measures that decide, in the place of the reference's own"
-    parser.add_argument("--measures", nargs="+", choices=[*MEASURES], default=[], help=asked)
+    parser.add_argument("--measures", nargs="+", choices=[*MEASURES], metavar="NAME", default=[], help=asked)
     given = parser.parse_args(words)
     reference = read_reference(given.reference)
     runs = [load_run(path) for path in shown_runs(given.studies)]
@@ -41,7 +41,7 @@ def main(words: list[str]) -> None:
         sys.exit(FAILED)
 
 
-def page(reference: Reference, found: list[Conformity]) -> str:
+def page(reference: Bf16Reference, found: list[Conformity]) -> str:
     """Markdown: the word on each arm, and every number behind it."""
     lines = []
     for one in found:

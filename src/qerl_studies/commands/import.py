@@ -2,8 +2,8 @@
 
     qerl-bench import trl DIR out=STUDY model=NAME task=NAME
     qerl-bench import verl DIR out=STUDY model=NAME task=NAME control=bf16
-    qerl-bench import csv FILE out=STUDY                              # twelve columns, a line for each number
-    qerl-bench import csv FILE out=STUDY model=NAME task=NAME arm=COLUMN seed=COLUMN step=24 metric=COLUMN:NAME
+    qerl-bench import csv FILE out=STUDY        # twelve columns, a line for each number
+    qerl-bench import csv FILE out=STUDY model=NAME task=NAME step=24 metric=COLUMN:NAME
 
 DIR has the runs, each named ARM-sSEED: of TRL folders, of verl files ARM-sSEED.jsonl. STUDY gets reported.csv,
 reported.json and verdict.md: differences of arms in pairs of seeds, with intervals, and what cannot be judged and why.
@@ -81,6 +81,7 @@ def _read(given: Namespace, name: str) -> tuple[list[Row], About]:
         files = table.files_of(given.place)
         if not given.metric and all(table.is_long(file) for file in files):
             return table.read_long(files, tool)
+        step = given.step
         require(
             bool(given.metric) and len(files) == 1 and given.step is not None,
             f"{files[0]} does not have the twelve columns of a reported study: name the numbers of one file with "
@@ -88,7 +89,8 @@ def _read(given: Namespace, name: str) -> tuple[list[Row], About]:
         )
         needed = _named(given)
         columns = {"study": name, "arm": given.arm, "seed": given.seed} | needed
-        return table.read_wide(files[0], tool, columns, given.metric, given.step)
+        assert step is not None
+        return table.read_wide(files[0], tool, columns, given.metric, step)
     needed = _named(given)
     require(given.place.is_dir(), f"{given.place} is a file: give the folder that holds the runs")
     runs = trl.read(given.place, given.accuracy) if given.program == "trl" else verl.read(given.place, given.answers)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from qerl_core.checks import ConfigError, require
 from qerl_core.statistics import Estimate
 from qerl_studies.claims.match import Contrast, Filter, Side, Stratum, match
-from qerl_studies.conform.reference import MEASURES, Reference
+from qerl_studies.conform.reference import MEASURES, Bf16Reference
 from qerl_studies.effects.estimate import over_bases, over_units
 from qerl_studies.effects.pairs import as_grid, by_cell, mean_of_runs, of_units
 from qerl_studies.runs.environments import is_reported
@@ -34,7 +34,7 @@ PLACES = ("model.", "task.", "device", "class")  # whether these agree with the 
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedMeasure:
     """One measure of one arm: the difference from BF16, or why there is none, and the means of both."""
 
     measure: Measure
@@ -63,7 +63,7 @@ class Conformity:
     """What is said of one arm. `arm` names in what it differs from BF16."""
 
     arm: str
-    asked: tuple[Asked, ...]
+    asked: tuple[AskedMeasure, ...]
     left_out: str
     setting: tuple[str, ...]  # config keys in which its BF16 counterpart is not the reference
 
@@ -84,7 +84,7 @@ class Conformity:
 
 
 def conformity(
-    reference: Reference, runs: Sequence[Run], measures: Sequence[str] = (), control: str | None = None
+    reference: Bf16Reference, runs: Sequence[Run], measures: Sequence[str] = (), control: str | None = None
 ) -> list[Conformity]:
     """What is said of each arm of `runs`. `measures` are asked in the place of the reference's own; `control` is the
     name of the BF16 arm of a reported study. Raises ConfigError without runs of the model and task, and without BF16.
@@ -115,21 +115,21 @@ def conformity(
     ]
 
 
-def _asked(measure: Measure, tolerance: float, decides: bool, stratum: Stratum) -> Asked:
+def _asked(measure: Measure, tolerance: float, decides: bool, stratum: Stratum) -> AskedMeasure:
     """The difference over the pairs that both arms have, each on one machine."""
     kept = [cell for cell in _common(stratum) if len({arm[cell].block for arm in stratum.arms}) == 1]
     arms = [{cell: arm[cell] for cell in kept} for arm in stratum.arms]
     if not kept:
-        return Asked(measure, tolerance, decides, reason="no pair of runs on one machine")
+        return AskedMeasure(measure, tolerance, decides, reason="no pair of runs on one machine")
     try:
         effect = over_units(of_units(arms, measure.metric).to_numpy(), "drawn")
         levels = tuple(mean_of_runs(arm, measure.metric) for arm in arms)
     except ConfigError as error:
-        return Asked(measure, tolerance, decides, reason=str(error))
+        return AskedMeasure(measure, tolerance, decides, reason=str(error))
     if not (effect.n > 1 and effect.stderr > 0):
         why = "a single pair decides nothing" if effect.n < 2 else "the same difference in all pairs: copies of a run?"
-        return Asked(measure, tolerance, decides, reason=why, levels=levels)
-    return Asked(measure, tolerance, decides, effect, "", levels)
+        return AskedMeasure(measure, tolerance, decides, reason=why, levels=levels)
+    return AskedMeasure(measure, tolerance, decides, effect, "", levels)
 
 
 def _common(stratum: Stratum) -> list[Cell]:
@@ -157,7 +157,7 @@ def _name(stratum: Stratum) -> str:
     return ", ".join(f"{key.removesuffix('.name')} {first.get(key)}" for key in [*names, *kept])
 
 
-def _otherwise(reference: Reference, stratum: Stratum) -> tuple[str, ...]:
+def _otherwise(reference: Bf16Reference, stratum: Stratum) -> tuple[str, ...]:
     """The keys in which the BF16 runs beside an arm have other values than the reference; none for a reported one,
     whose options are not known by our names."""
     control = next(iter(stratum.arms[1].values()))
@@ -168,7 +168,7 @@ def _otherwise(reference: Reference, stratum: Stratum) -> tuple[str, ...]:
     return tuple(f"{key} {here.get(key)} ({there.get(key)})" for key in keys)
 
 
-def place_of_control(reference: Reference, measure: str, mean: float) -> str:
+def place_of_control(reference: Bf16Reference, measure: str, mean: float) -> str:
     """Where the mean of BF16 lies beside the reference's, in words: over how many copies, and the interval for one."""
     table = by_cell(reference.runs, MEASURES[measure].metric)
     bases = table.columns.get_level_values("base").unique()

@@ -29,7 +29,7 @@ KEYS = {"study", "arm", "asked", "tolerances", "since"}
 
 
 @dataclass(frozen=True)
-class Reference:
+class Bf16Reference:
     """`arm` says which runs of `study` are those of BF16; `tolerances` are in units of MEASURES, above 0."""
 
     name: str
@@ -48,7 +48,7 @@ class Reference:
         return found
 
 
-def read_reference(name: str) -> Reference:
+def read_reference(name: str) -> Bf16Reference:
     """The reference with this name in FILE, or FILE.yaml:NAME of another file.
 
     Raises ConfigError, with the names there are, for one that is unknown, and for wrong entries.
@@ -62,7 +62,7 @@ def read_reference(name: str) -> Reference:
     return _reference(file, name, known[name])
 
 
-def _reference(file: Path, name: str, entry: Any) -> Reference:
+def _reference(file: Path, name: str, entry: Any) -> Bf16Reference:
     where = f"{file}: {name}"
     require(isinstance(entry, dict) and {*entry} == KEYS, f"{where} must have the keys {', '.join(sorted(KEYS))}")
     study, arm, asked, tolerances = (entry[key] for key in ("study", "arm", "asked", "tolerances"))
@@ -82,4 +82,4 @@ def _reference(file: Path, name: str, entry: Any) -> Reference:
     require(isinstance(since, datetime.date), f"{where}.since must be a day, 2026-11-29, got {since!r}")
     given = {str(key): value if isinstance(value, list) else [value] for key, value in arm.items()}
     filters = tuple(Filter(key, tuple(values)) for key, values in given.items())
-    return Reference(name, file.parent / study, filters, tuple(asked), dict(tolerances), since)
+    return Bf16Reference(name, file.parent / study, filters, tuple(asked), dict(tolerances), since)

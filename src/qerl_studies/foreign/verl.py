@@ -60,6 +60,7 @@ def _run(root: Path, file: Path, answers: str | None) -> ForeignRun:
         require(isinstance(line, dict) and isinstance(line.get("data"), dict), f"{where} is no line of verl's logger")
         step = line.get("step")
         require(type(step) is int and step >= 0, f"{where}: step must be a whole number, got {step!r}")
+        assert isinstance(step, int)
         numbers = numbers_of(line["data"])
         if SCORE in numbers:
             steps.append(step)
