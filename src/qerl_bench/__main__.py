@@ -68,10 +68,16 @@ COMMANDS = {
     "check": Command("check published studies, those in community/ for example"),
     "matrix": Command("put the verdicts of several studies side by side"),
     "verdicts": Command("write the verdicts of any number of studies as one file of data", composes=True),
+    "import": Command("turn the logs of TRL, verl or a CSV file into a study, and judge its arms"),
+    "conform": Command("tell whether runs in a format end where BF16 does: pass, fail, too few"),
+    "register": Command("fix a claim before its data: hash, margin, units, looks and date", composes=True),
     "plan": Command("find out how many bases and seeds a claim needs", composes=True),
 }
 # They read runs and make none.
-READERS = {"report", "claims", "matrix", "verdicts", "compare", "figure", "plan", "collect", "check", "publish"}
+READERS = {
+    *("report", "claims", "matrix", "verdicts", "compare", "figure", "plan", "collect", "check", "publish"),
+    *("import", "conform", "register"),
+}
 # What others call our commands.
 ELSEWHERE = {"train": "run", "evaluate": "eval", "merge": "export", "serve": "export", "resume": "run"}
 USAGE = "\n".join(

@@ -186,6 +186,9 @@ READING = [  # each with rc 0
     ["figure", "reward", RUNS, "out={out}"],
     ["verdicts", "studies/fp16", "out={out}/verdicts"],
     ["publish", "community/example-smoke", "out={out}/published"],
+    ["import", "csv", "studies/reported/trl-eight-seeds/reported.csv", "out={out}/reported"],
+    ["conform", "studies/real-2026/15b-again", "reference=qwen2.5-coder-1.5b-gsm8k"],
+    ["register", "{claim}", "out={out}/registered", "units=8"],
     ["run", "--explain", "optim.lr"],
     ["run", "--help"],
 ]
@@ -206,7 +209,10 @@ for words in json.loads(sys.argv[1]):
 def test_commands_that_read_runs_need_no_torch(forbidding: Path, tmp_path: Path) -> None:
     """In one process, which would import it once and never again."""
     assert {name for name, *_ in READING} >= READERS
-    commands = [[word.format(out=tmp_path) for word in words] for words in READING]
+    claim = tmp_path / "claim" / "mine.yaml"
+    claim.parent.mkdir()
+    claim.write_text((CONF / "claim" / "jet-rl.yaml").read_text())
+    commands = [[word.format(out=tmp_path, claim=claim) for word in words] for words in READING]
     done = run_without_torch(forbidding, EACH, json.dumps(commands))
     assert done.returncode == 0, done.stderr
 

@@ -17,8 +17,11 @@ from qerl_studies.runs.settings import group_by_setting, missing_runs
 
 Items = dict[str, Any]  # dotted config keys and the device
 FrozenItems = tuple[tuple[str, Any], ...]
+OWN = "own"
 # Not in any config: the learning rate over the default of the model, and the completions of a step.
-DERIVED: dict[str, Callable[[Items], float]] = {
+DERIVED: dict[str, Callable[[Items], Any]] = {
+    "class": lambda items: items.get("class", OWN),  # or reported: made by others
+    "arm.name": lambda items: items.get("arm.name"),  # of a reported study
     "lr_factor": lambda items: items["optim.lr"] / items.get("model.lr", math.nan),
     "completions": lambda items: items["rollout.prompts_per_step"] * items["rollout.group_size"],
 }

@@ -22,7 +22,7 @@ from qerl_core.options.files import find_option
 from qerl_core.options.names import layers
 from qerl_core.options.suggestions import keys_of_axis
 from qerl_studies.claims.claim import Claim
-from qerl_studies.claims.match import DERIVED, Contrast, Filter, Side
+from qerl_studies.claims.match import DERIVED, OWN, Contrast, Filter, Side
 from qerl_studies.claims.measures import MEASURES, OF_PAIRS, OVER
 from qerl_studies.claims.preconditions import GATES, Gate, ManipulationCheck
 from qerl_studies.runs.measure import Measure
@@ -80,6 +80,8 @@ def _claim(content: Mapping[str, Any], folders: tuple[Path, ...]) -> Claim:
         f"ratio, got {one['margin']}",
     )
     where, primary = (_filters(key, one[key], folders) for key in ("where", "primary"))
+    asked = any(condition.key == "class" for condition in where)
+    where = where if asked else (Filter("class", (OWN,)), *where)  # runs of others count where a claim asks for them
     voting = _contrasts("contrasts", one["contrasts"], folders, votes=True)
     others = _contrasts("without_a_vote", one["without_a_vote"], folders, votes=False)
     return Claim(

@@ -7,7 +7,9 @@
 What is looked at: files and their seals (SHA-256 in croissant.json), fingerprints and configs, finished runs with a
 number for every step and the evaluation after the last, versions of code and libraries, licence and author, paths or
 keys that should not be there. Of a study with a protocol: whether git has it, and the primary contrasts of study.yaml
-as they are, from before its first run began. Says what is wrong with each study; exit code 2 if anything is.
+as they are, from before its first run began. Of a study that others reported: that its table can be read. Of a
+registered claim: that it is the one that was registered, before the runs. Says what is wrong with each study; exit
+code 2 if anything is.
 """
 
 from __future__ import annotations
@@ -24,19 +26,22 @@ from qerl_core.process.arguments import KeyValueParser
 from qerl_core.rundir.checkout import git_in
 from qerl_core.rundir.checksums import digest
 from qerl_core.rundir.read_files import read_object
+from qerl_studies.claims.registration import REGISTERED, check_registration
 from qerl_studies.design.protocol import commits_of, first_start, protocol_commit, protocol_commits, protocol_of
 from qerl_studies.design.sessions import read_study as read_sessions
 from qerl_studies.publish.crate import CRATE
 from qerl_studies.publish.croissant import CROISSANT
 from qerl_studies.publish.dataset import CARD
 from qerl_studies.publish.folder import check_private
-from qerl_studies.runs.committed import SETTINGS, TIDY, read_study
+from qerl_studies.runs.committed import SETTINGS, TIDY, is_study, read_study
 from qerl_studies.runs.comparable import load_runs
 from qerl_studies.runs.environments import LIBRARIES
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.parse import first_names
 from qerl_studies.runs.private import Private
+from qerl_studies.runs.reported import REPORTED, is_reported
 
+DESIGN = "study.yaml"
 FILES = (CARD, SETTINGS, TIDY, CROISSANT, CRATE)
 AGAIN = "Publish it again: qerl-bench publish RUNS out=DIR"
 NEEDED = tuple(name for name in LIBRARIES if name != "bitsandbytes")  # a run may do without
@@ -57,7 +62,7 @@ def main(words: list[str]) -> None:
 def studies_in(folder: Path) -> list[Path]:
     """`folder` itself if it is a published study, else the folders in it, each of which must be one."""
     require(folder.is_dir(), f"{folder} is not a folder: give a published study, or a folder that holds some")
-    if any((folder / name).is_file() for name in (SETTINGS, CROISSANT, "study.yaml")):
+    if any((folder / name).is_file() for name in (SETTINGS, CROISSANT, REPORTED, REGISTERED, DESIGN)):
         return [folder]
     inside = sorted(path for path in folder.iterdir() if path.is_dir())
     require(bool(inside), f"{folder} holds no published study. To make one: qerl-bench publish RUNS out={folder}/NAME")
@@ -66,8 +71,38 @@ def studies_in(folder: Path) -> list[Path]:
 
 def check_study(folder: Path) -> str:
     """What the study has, in words. Raises ConfigError, with the remedy, for the first thing that is wrong."""
-    if (folder / "study.yaml").is_file() and not (folder / CROISSANT).is_file():
-        return _check_sessions(folder)
+    told = ""
+    if (folder / REGISTERED).is_file():
+        runs = _runs(folder)
+        told = check_registration(folder, runs)
+        if not runs:
+            return f"{told}; no runs yet"
+    found = _of_others if is_reported(folder) else _in_sessions if _has_sessions(folder) else _published
+    return "; ".join(filter(None, (found(folder), told)))
+
+
+def _has_sessions(folder: Path) -> bool:
+    return (folder / DESIGN).is_file() and not (folder / CROISSANT).is_file()
+
+
+def _runs(folder: Path) -> Sequence[Run]:
+    """The runs of a registered claim, of which there may be none yet."""
+    if _has_sessions(folder):
+        return [*read_sessions(folder).runs.values()] if (folder / "data").is_dir() or is_study(folder) else []
+    return load_runs([folder], mixed_code=True) if is_study(folder) else []
+
+
+def _of_others(folder: Path) -> str:
+    """A reported study. Raises ConfigError for a table that cannot be read, and for private things."""
+    check_private(folder, Private("", ""))
+    runs = load_runs([folder])
+    left_out = sum(not run.finished for run in runs)
+    arms = {run.option("arm.name") for run in runs}
+    told = f", {left_out} of them not judged" if left_out else ""
+    return f"{len(runs)} runs of {len(arms)} arms, reported{told}"
+
+
+def _published(folder: Path) -> str:
     missing = [name for name in FILES if not (folder / name).is_file()]
     require(not missing, f"{', '.join(missing)} is missing. {AGAIN}")
     described = read_object(folder / CROISSANT, AGAIN)
@@ -84,7 +119,7 @@ def check_study(folder: Path) -> str:
     return f"{len(runs)} runs of {settings} settings, complete{_check_order(folder, runs)}"
 
 
-def _check_sessions(folder: Path) -> str:
+def _in_sessions(folder: Path) -> str:
     """The same of a study in sessions, which is not published yet: no seals, and of training what it keeps."""
     study = read_sessions(folder)
     for session in {run.path.parent for run in study.runs.values()}:
@@ -111,7 +146,7 @@ def _check_order(folder: Path, runs: Sequence[Run]) -> str:
         f"{file} came on {since}, in {commits[0][0][:8]}, and the first run began on {_when(began)}: nothing shows "
         "that it was written before its data. Say so on its page, or leave the protocol out",
     )
-    _check_contrasts(folder / "study.yaml", began)
+    _check_contrasts(folder / DESIGN, began)
     return f"; {file.name} of {str(held)[:8]} before the first run, {_when(began)}"
 
 

@@ -12,6 +12,7 @@ an interval, over questions.
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Sequence
 from glob import glob
@@ -26,8 +27,9 @@ from qerl_core.process.arguments import KeyValueParser
 from qerl_core.statistics import Estimate
 from qerl_studies.design.looks import shown_runs
 from qerl_studies.figures.headline import HEADLINES, Headline, by_step, mean_of, paired, value_of
-from qerl_studies.runs.committed import find_study
+from qerl_studies.runs.committed import find_study, is_study, read_study
 from qerl_studies.runs.comparable import check_comparable
+from qerl_studies.runs.environments import is_reported
 from qerl_studies.runs.load import Cell, Run, load_run
 
 Arm = dict[Cell, Run]
@@ -57,9 +59,16 @@ def main(arguments: list[str] | None = None) -> None:
 def paths(pattern: str) -> list[Path]:
     """The runs at or below what `pattern` matches. Raises ConfigError if there are none."""
     matched = [Path(pattern)] if _holds_runs(Path(pattern)) else [*map(Path, sorted(glob(pattern)))]
+    matched = matched or _in_study(Path(pattern))
     found = [path for match in matched if _holds_runs(match) for path in shown_runs([match])]
     require(bool(found), f"no run matches {pattern}: give a run, a folder of runs, or a quoted pattern: 'runs/*-s0-*'")
     return list(dict.fromkeys(found))
+
+
+def _in_study(pattern: Path) -> list[Path]:
+    """The runs of a committed study whose names fit; they are no files that the pattern of a path would find."""
+    names = read_study(pattern.parent).runs if is_study(pattern.parent) else ()
+    return [pattern.parent / name for name in fnmatch.filter(sorted(names), pattern.name)]
 
 
 def _holds_runs(place: Path) -> bool:
@@ -186,7 +195,8 @@ def notes(first: Arm, second: Arm) -> list[str]:
 
 
 def _count(arm: Arm) -> str:
-    return "1 run" if len(arm) == 1 else f"{len(arm)} runs"
+    marked = ", reported" if any(is_reported(run.environment) for run in arm.values()) else ""
+    return ("1 run" if len(arm) == 1 else f"{len(arm)} runs") + marked
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

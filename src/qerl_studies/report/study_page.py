@@ -23,6 +23,7 @@ from qerl_studies.report.claims_page import content, label_of, row_of
 from qerl_studies.report.doses import DOSES, doses_of
 from qerl_studies.report.own_runs import own_content
 from qerl_studies.report.page import colors, page
+from qerl_studies.runs.environments import CLASS
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.settings import by_scope
 from qerl_studies.tables import terminal
@@ -153,7 +154,7 @@ def _effects(results: Results, place: Mapping[Path, int]) -> Iterator[dict[str, 
 
 def _no_effect(scope: str, claim_result: ClaimResult, result: ContrastResult) -> dict[str, Any]:
     """A contrast that votes, and has no runs in its primary setting."""
-    model, _, task = scope.partition(" on ")
+    model, _, task = scope.removesuffix(f", {CLASS}").partition(" on ")
     conditions = (*claim_result.claim.where, *claim_result.claim.primary, *result.contrast.arms[0].where)
     asked = [one.among[0] for one in conditions if one.key == "quant.name" and len(one.among) == 1]
     axes = {"model": [model], "task": [task], **({"format": [str(asked[-1])]} if asked else {})}

@@ -20,6 +20,7 @@ from qerl_core.rundir.durable import atomically
 from qerl_studies.runs.committed import ANSWERS, ANSWERS_SCHEMA, KEPT_OF_DONE, NOT_KEPT, SETTINGS, TIDY, nested
 from qerl_studies.runs.comparable import check_comparable
 from qerl_studies.runs.cost import Cost, total_cost
+from qerl_studies.runs.environments import is_reported
 from qerl_studies.runs.load import SCHEMA, Run, load_run, tidy_rows
 from qerl_studies.runs.parse import first_names
 from qerl_studies.runs.private import Private
@@ -97,6 +98,12 @@ def write_study(
 
     heads = [read(path, metrics=False) for path in paths]
     require(bool(heads), "no runs to put in a table: pass at least one")
+    others = [run.name for run in heads if is_reported(run.environment)]
+    require(
+        not others,
+        f"{first_names(others)} were made by others: leave them out. What can be committed of them is the study that "
+        "qerl-bench import wrote",
+    )
     check_comparable(heads, mixed_code)
     inside = [path.name for path in paths if path.is_dir() and out.resolve() in path.resolve().parents]
     require(

@@ -9,7 +9,8 @@
                       the tokens of all; older studies lack these, and `lenient` is null for tasks without it
 
 collect.py writes it, and load_runs reads its runs like run folders. Left out: rollouts, checkpoints, the command line,
-and `root` and `logger` of the config, which decide no number and may be private.
+and `root` and `logger` of the config, which decide no number and may be private. Runs that others made have other
+files (reported.py), and are read here too.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from qerl_core.rundir.read_files import read_object
 from qerl_core.rundir.recorded_types import FLAG, OBJECT, OBJECTS, WHOLE, require_environment, require_kinds
 from qerl_core.rundir.recorded_types import TEXT as TEXT_KIND
 from qerl_studies.runs.parse import first_names
+from qerl_studies.runs.reported import ABOUT, REPORTED, is_reported
+from qerl_studies.runs.reported_runs import parts_of
 
 SETTINGS, TIDY, ANSWERS = "settings.json", "tidy.parquet", "answers.parquet"
 TEXT = pa.dictionary(pa.int32(), pa.string())
@@ -81,7 +84,7 @@ class CommittedStudy:
 
 def is_study(path: Path) -> bool:
     """Whether `path` is the folder of a committed study."""
-    return settings_file(path).is_file() and (path / TIDY).is_file()
+    return (settings_file(path).is_file() and (path / TIDY).is_file()) or is_reported(path)
 
 
 def settings_file(path: Path) -> Path:
@@ -105,12 +108,16 @@ def read_study(path: Path) -> CommittedStudy:
     Raises ConfigError if its files do not belong together, or if a config does not have the fingerprint it is listed
     by.
     """
-    files = [file for file in (settings_file(path), path / TIDY, path / ANSWERS) if file.is_file()]
+    files = (path / REPORTED, path / ABOUT) if is_reported(path) else (settings_file(path), path / TIDY, path / ANSWERS)
+    files = [file for file in files if file.is_file()]
     return _read(path, tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
 
 
 @lru_cache(maxsize=8)
 def _read(path: Path, _stamps: tuple[tuple[str, int, int], ...]) -> CommittedStudy:
+    if is_reported(path):
+        parts = parts_of(path)
+        return CommittedStudy(path, parts.configs, parts.environments, parts.runs, parts.metrics, parts.answers)
     content = read_object(settings_file(path), f"{REMEDY}{path}")
     missing = sorted({"config", "settings", "environment", "environments", "runs"} - content.keys())
     require(not missing, f"{path / SETTINGS} has no {', '.join(missing)}. {REMEDY}{path}")

@@ -9,7 +9,7 @@ import pandas as pd
 import pyarrow as pa
 
 from qerl_core.checks import ConfigError, require
-from qerl_studies.runs.environments import attempts_of, codes_of
+from qerl_studies.runs.environments import attempts_of, codes_of, is_reported
 from qerl_studies.runs.find import chosen_runs
 from qerl_studies.runs.load import Run, load_run, tidy_rows
 from qerl_studies.runs.parse import first_names
@@ -26,7 +26,7 @@ def check_comparable(runs: Sequence[Run], mixed_code: bool) -> None:
     by_definition: dict[str, dict[str, list[str]]] = {}
     for run in runs:
         by_name.setdefault(run.name, []).append(run)
-        for code in codes_of(run.environment):
+        for code in () if is_reported(run.environment) else codes_of(run.environment):
             by_code.setdefault(code, []).append(run.name)
         for metric, definition in run.environment.get("metrics", {}).items():
             by_definition.setdefault(metric, {}).setdefault(definition, []).append(run.name)
@@ -68,7 +68,8 @@ def _require_one_model_per_name(runs: Sequence[Run]) -> None:
     for run in runs:
         loaded = "id" in run.config.get("model", {})
         file = run.environment.get("gguf", {}).get("digest")
-        weights = by_model.setdefault(str(run.option("model.name")), {})
+        whose = ", reported" if is_reported(run.environment) else ""
+        weights = by_model.setdefault(f"{run.option('model.name')}{whose}", {})
         weights.setdefault(file or (run.base if loaded else "made from model.seed"), []).append(run.name)
     for name, weights in by_model.items():
         listed = "\n".join(f"  {base}: {first_names(names)}" for base, names in weights.items())

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "numpy")  # those that any run may compute with
+CLASS = "reported"  # of a study, beside those that were made here
 Environment = Mapping[str, Any]
 
 
@@ -23,6 +24,11 @@ def codes_of(env: Environment) -> list[str]:
 def block_of(env: Environment) -> str:
     """Machines and library versions that made a run's steps, in their order, as far as they were recorded."""
     return ", then ".join(dict.fromkeys(map(_block, attempts_of(env))))
+
+
+def is_reported(env: Environment) -> bool:
+    """Whether others made the run, and only its numbers are here."""
+    return env.get("class") == CLASS
 
 
 def device_of(env: Environment) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from qerl_core.checks import require
 from qerl_studies.runs.committed import SETTINGS, find_study, is_study, read_study
+from qerl_studies.runs.reported import REPORTED
 
 
 def find_runs(root: str | os.PathLike[str]) -> list[Path]:
@@ -26,7 +27,7 @@ def find_runs(root: str | os.PathLike[str]) -> list[Path]:
         if "metrics.jsonl" in files or ("config.yaml" in files and "checkpoints" in subfolders):
             runs.append(Path(folder))
             subfolders.clear()
-        elif {SETTINGS, f"{SETTINGS}.gz"} & {*files} and is_study(Path(folder)):
+        elif {SETTINGS, f"{SETTINGS}.gz", REPORTED} & {*files} and is_study(Path(folder)):
             runs += [Path(folder) / name for name in read_study(Path(folder)).runs]
             subfolders.clear()
     require(

@@ -14,6 +14,7 @@ from itertools import product
 from typing import Any
 
 from qerl_core.checks import require
+from qerl_studies.runs.environments import CLASS, is_reported
 from qerl_studies.runs.load import Cell, Run
 
 
@@ -198,10 +199,11 @@ def describe_repeats(runs: Sequence[Run]) -> str:
 
 
 def by_scope(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """The runs of each model on each task, which claims are decided by; sorted."""
+    """The runs of each model on each task, which claims are decided by; sorted. Those of others are marked."""
     scopes: dict[str, list[Run]] = {}
     for run in runs:
-        scopes.setdefault(f"{run.option('model.name')} on {run.option('task.name')}", []).append(run)
+        marked = f", {CLASS}" if is_reported(run.environment) else ""
+        scopes.setdefault(f"{run.option('model.name')} on {run.option('task.name')}{marked}", []).append(run)
     return dict(sorted(scopes.items()))
 
 

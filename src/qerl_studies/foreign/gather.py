@@ -1,0 +1,166 @@
+"""From the runs that an importer read to the rows of a reported study, and what of them is not to be judged.
+
+Nothing here knows TRL or verl: their modules read a run into a ForeignRun, whose files may come from anybody.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from qerl_core.checks import require
+from qerl_core.options.fingerprint import flat
+from qerl_studies.foreign.definitions import definition_of
+from qerl_studies.runs.private import Private
+from qerl_studies.runs.reported import MAX_TEXT, About, Row
+from qerl_studies.runs.reported_runs import run_name
+
+MOST_RUNS = 3_000
+SEED = re.compile(r"^(?P<arm>.*?)[-_./ ]*(?:seed[-_ ]?|s)(?P<seed>\d{1,18})$")
+NEAR = 1e-3  # of a mean that was logged in FP32, relative, from the same mean of its completions
+PLACES = re.compile(r"(?:^|[._])(?:dir|path|root|token|key|name|id|url|seed|host|port|user|project\w*|experiment\w*)$")
+
+
+@dataclass
+class ForeignRun:
+    """One run: the folder or file it was read from, its numbers by step and key, what its config says with dotted keys,
+    right answers by step and question as (right, answers), and why it is not judged, if so."""
+
+    name: str  # as the others called it: ARM-sSEED
+    source: str
+    logged: dict[int, dict[str, float]]
+    options: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    counts: dict[str, int] = field(default_factory=dict)  # completions of a step, by key
+    answers: dict[tuple[str, int, str], tuple[int, int]] = field(default_factory=dict)
+    extra: dict[tuple[int, str], tuple[float, str]] = field(default_factory=dict)  # numbers that were computed here
+    refused: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def arm(self) -> str:
+        found = SEED.match(self.name)
+        return (found["arm"] if found and found["arm"] else self.name)[:MAX_TEXT]
+
+
+def named_seed(name: str) -> int | None:
+    """The seed in a name like nvfp4-s3, nvfp4_seed_3 or nvfp4/seed3; None without one."""
+    found = SEED.match(name)
+    return int(found["seed"]) if found else None
+
+
+def study_of(tool: str, study: str, model: str, task: str, runs: Sequence[ForeignRun]) -> tuple[list[Row], About]:
+    """The rows and what is said about them. Raises ConfigError without runs, and for more than MOST_RUNS."""
+    require(bool(runs), "no run was found")
+    require(len(runs) <= MOST_RUNS, f"{len(runs):,} runs, more than the {MOST_RUNS:,} of a study")
+    program = tool.partition(" ")[0].lower()
+    unjudged: dict[str, str] = {}
+    reasons = [[*run.refused, *_why_not(run, runs)] for run in runs]
+    twice = Counter((run.arm, run.seed) for run in runs)
+    runs = [replace(run, seed=None) if twice[run.arm, run.seed] > 1 else run for run in runs]
+    for run, told in zip(runs, reasons, strict=True):
+        if told:
+            unjudged[run_name(run.arm, run.seed, run.source)] = "; ".join(told)
+    rows = [row for run in runs for row in _rows(program, study, model, task, run)]
+    notes = dict.fromkeys(note for run in runs for note in run.notes)
+    return rows, About(tool, _arms(runs), unjudged, [*notes])
+
+
+def _why_not(run: ForeignRun, runs: Sequence[ForeignRun]) -> Iterator[str]:
+    """What keeps a run from being compared, seen beside the others."""
+    arm = [one for one in runs if one.arm == run.arm]
+    if run.seed is None:
+        yield "its seed is not known, so it has no counterpart in another arm"
+    elif sum(one.seed == run.seed for one in arm) > 1:
+        yield f"two runs of the arm have seed {run.seed}: which of them counts is not known"
+    if others := [one for one in arm if _deciding(one.options) != _deciding(run.options)]:
+        keys = sorted({key for one in others for key in _differing(run.options, one.options)})
+        yield f"runs of its arm have other options ({', '.join(keys[:5])}): no arm of one setting"
+
+
+def _arms(runs: Sequence[ForeignRun]) -> dict[str, dict[str, Any]]:
+    """Of each arm the options that not all runs share; those of its first run."""
+    private = Private.here()
+    first = {run.arm: run for run in reversed(runs)}
+    varying = {
+        key
+        for one in first.values()
+        for key in {*_deciding(one.options)}
+        if len({json.dumps(other.options.get(key), default=str) for other in first.values()}) > 1
+    }
+    return {
+        arm: {key: private.hidden(_short(run.options.get(key))) for key in sorted(varying)}
+        for arm, run in first.items()
+    }
+
+
+def _deciding(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options without names, places and seeds, which belong to one run and change no setting."""
+    return {key: value for key, value in options.items() if not PLACES.search(key)}
+
+
+def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> set[str]:
+    one, other = _deciding(first), _deciding(second)
+    return {key for key in {**one, **other} if one.get(key) != other.get(key)}
+
+
+def _short(value: Any) -> Any:
+    return value if isinstance(value, int | float | bool | None) else str(value)[:MAX_TEXT]
+
+
+def _rows(program: str, study: str, model: str, task: str, run: ForeignRun) -> Iterator[Row]:
+    def row(step: int, metric: str, value: float, n: int | None, text: str, question: str = "") -> Row:
+        return Row(study, run.arm, run.seed, model, task, step, metric, question, value, n, text, run.source)
+
+    for step, numbers in sorted(run.logged.items()):
+        for key, value in numbers.items():
+            found = definition_of(program, key, run.options)
+            count = run.counts.get(str(step)) if found.mean in ("completions", "spread") else None
+            yield row(step, found.named(program, key), value, count, found.text)
+    for (step, metric), (value, text) in sorted(run.extra.items()):
+        yield row(step, metric, value, run.counts.get(str(step)), text)
+    for (metric, step, question), (right, count) in sorted(run.answers.items()):
+        yield row(step, metric, right / count, count, "share of its answers that are right", question)
+
+
+def check_against(run: ForeignRun, key: str, computed: Mapping[int, float]) -> None:
+    """Refuse a run whose log says another mean than its completions, or that has completions of steps it never logged.
+
+    Both are what a rerun leaves behind that wrote into the folder of an earlier run.
+    """
+    later = sorted({*computed} - {*run.logged})
+    if later:
+        run.refused.append(
+            f"completions of {len(later)} steps that its log does not have, the first {later[0]}: a rerun?"
+        )
+    for step in sorted({*computed} & {*run.logged}):
+        said, found = run.logged[step].get(key, math.nan), computed[step]
+        if math.isfinite(said) and abs(said - found) > NEAR * max(1.0, abs(said)):
+            run.refused.append(f"step {step}: {key} is {said:g} in its log and {found:g} of its completions: a rerun?")
+            return
+
+
+def check_order(run: ForeignRun, steps: Sequence[int]) -> None:
+    """Refuse a run whose log goes back, or has a step twice: two runs wrote into it."""
+    twice = [step for step, count in Counter(steps).items() if count > 1]
+    if twice or [*steps] != sorted(steps):
+        run.refused.append(f"its log has step {(twice or steps)[0]} twice or goes back: a rerun wrote into it")
+
+
+def flat_options(content: Any) -> dict[str, Any]:
+    return flat(content) if isinstance(content, dict) else {}
+
+
+def numbers_of(entry: Mapping[str, Any]) -> dict[str, float]:
+    """What of an entry of a log is a number; NaN for null and for what is not finite."""
+    found = {}
+    for key, value in entry.items():
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            number = math.nan if value is None else float(value)
+            found[str(key)[:MAX_TEXT]] = number if math.isfinite(number) else math.nan
+    return found
