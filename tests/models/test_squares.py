@@ -1,4 +1,4 @@
-"""FP8 with a scale for each 128 x 128 weights, as DeepSeek and Qwen publish it; equal to what transformers makes of it."""
+"""FP8 with a scale for each 128 x 128 weights, as DeepSeek and Qwen publish it; equal to transformers' reading."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ENTRY = {
 
 
 def publish(folder: Path, kind: str, scale_dtype: torch.dtype = torch.float32, **more: Any) -> Path:
-    """A random model whose matrices in blocks are random codes under random scales. Keys have 64 rows: half a square."""
+    """A model whose matrices in blocks are random codes under random scales. Keys have 64 rows: half a square."""
     config = AutoConfig.for_model(kind, **SHAPE | more)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
@@ -123,7 +123,7 @@ def test_experts_keep_the_squares_of_their_matrices(tmp_path: Path) -> None:
 
 def test_squares_that_cross_from_gate_into_up_are_refused(tmp_path: Path) -> None:
     folder = publish(tmp_path / "moe", "qwen3_moe", moe_intermediate_size=128 + 64, **EXPERTS)
-    with pytest.raises(ConfigError, match=r"mlp\.experts\.gate_up_proj have scales for squares of 128 rows, which cross"):
+    with pytest.raises(ConfigError, match=r"experts\.gate_up_proj have scales for squares of 128 rows, which cross"):
         load(folder)
 
 
@@ -168,7 +168,7 @@ def test_the_right_words_are_said(tmp_path: Path, words: tuple[str, ...], messag
     ("change", "message"),
     [
         (lambda t: t.pop(f"{LAYER}.weight_scale_inv"), f"{LAYER}.weight_scale_inv"),
-        (lambda t: t.update({f"{LAYER}.weight_scale_inv": torch.ones(2, 2)}), r"weight_scale_inv has the shape \(2, 2\)"),
+        (lambda t: t.update({f"{LAYER}.weight_scale_inv": torch.ones(2, 2)}), r"_scale_inv has the shape \(2, 2\)"),
         (
             lambda t: t.update({f"{LAYER}.weight_scale_inv": torch.ones(1, 1).to(torch.float8_e8m0fnu)}),
             f"{LAYER} has .*scales of integers or powers of two",
