@@ -52,7 +52,7 @@ def check_kinds(header: Header, dither: Dither | None) -> None:
     for name, tensor in header.tensors.items():
         scale = tensor_scale(header, name) if tensor.kind == SCALED else 1
         require(
-            math.isfinite(scale) and scale > 0,
+            bool(0 < scale < math.inf),
             f"model.id={header.path}: {scale_of(name)}={scale}, which multiplies {name}, is no number above 0; "
             "download the file again",
         )
