@@ -12,7 +12,7 @@ from qerl_bench.quant.symmetric import FP8, INT4, INT8, Symmetric
 
 PLAIN: dict[str, Any] = {"partial": False, "keep_first": 0.0, "keep_last": 0.0, "activations": "none"}
 KINDS = {"fp8": FP8, "int8": INT8, "int4": INT4}
-BLOCKS = (("fp8", "row"), ("fp8", "128x128"), ("int8", "row"), ("int4", 32), ("int4", 128))
+BLOCKS = (("fp8", "row"), ("fp8", "128x128"), ("int8", "row"), ("int8", 128), ("int4", 32), ("int4", 128))
 
 
 def symmetric(

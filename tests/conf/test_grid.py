@@ -413,7 +413,7 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
         ("quant=nvfp4 quant.compute_dtype=fp8", "quant.compute_dtype must be one of"),
         ("quant=mxfp4 quant.scale_rule=up", "quant.scale_rule must be one of"),
         ("quant=fp8 quant.block=64", "quant.block must be one of row, 128x128, got 64"),
-        ("quant=int8 quant.block=32", "quant.block must be one of row, got 32"),
+        ("quant=int8 quant.block=32", "quant.block must be row or 128, got 32"),
         ("quant=int4 quant.block=64", "quant.block must be 32 or 128, got 64"),
         ("quant=int4 quant.convention=awq", "quant.convention must be one of compressed-tensors, torchao, got 'awq'"),
         ("quant=int4 quant.block=128 model.hidden_size=96", "hidden_size: INT4 .*128.* 96"),

@@ -6,7 +6,7 @@ import torch
 
 from tests.weight_formats import BLOCKS, symmetric
 
-SPECS = {spec.kernel_layout or "": spec for spec in (symmetric(kind, block) for kind, block in BLOCKS)}
+SPECS = {spec.kernel_layout: spec for spec in (symmetric(kind, block) for kind, block in BLOCKS) if spec.kernel_layout}
 
 
 def packed_symmetric(

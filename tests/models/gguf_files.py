@@ -121,11 +121,12 @@ def write(
     raw_head: tuple[np.ndarray, str] | None = None,
     template: str | None = TEMPLATE,
     drop: Sequence[str] = (),
+    packed: Mapping[str, tuple[np.ndarray, str]] | None = None,
 ) -> Path:
     """Write `model`; `kinds` is the type of its matrices, by name or one for all. The model gets the rounded ones.
 
     `keys` are added to the metadata of the architecture, or replace them; None leaves one out. `raw_head` are the bytes
-    and type of an output matrix apart.
+    and type of an output matrix apart, `packed` those of further tensors by name.
     """
     config = model.config
     arch = {"gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
@@ -173,6 +174,8 @@ def write(
         parameter.data = torch.from_numpy(np.ascontiguousarray(unrotated(back, heads) if turn else back))
     if raw_head is not None:
         writer.add_tensor("output.weight", raw_head[0], raw_dtype=GGMLQuantizationType[raw_head[1]])
+    for name, (raw, kind) in (packed or {}).items():
+        writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType[kind])
     for name, tensor in (extra or {}).items():
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()

@@ -278,7 +278,8 @@ def test_symmetric_bytes_are_those_of_torchao(name: str, block: int | str, dtype
             kind = granularity.PerBlock([128, 128]) if block == "128x128" else granularity.PerRow()
             theirs = _peer(f"{workflows}.float8.float8_tensor").Float8Tensor.from_hp(weight, granularity=kind)
         elif name == "int8":
-            theirs = _peer(f"{workflows}.int8.int8_tensor").Int8Tensor.from_hp(weight, granularity.PerRow())
+            kind = granularity.PerRow() if block == "row" else granularity.PerGroup(block)
+            theirs = _peer(f"{workflows}.int8.int8_tensor").Int8Tensor.from_hp(weight, kind)
         else:
             module = _peer(f"{workflows}.intx.intx_unpacked_to_int8_tensor")
             theirs = module.IntxUnpackedToInt8Tensor.from_hp(weight, (1, block), torch.int4)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 COMPRESSED, MODELOPT, BITSANDBYTES = "compressed-tensors", "modelopt", "bitsandbytes"  # quant_method of config.json
-RELEASED = "mxfp4"  # the same, of gpt-oss
+RELEASED, SQUARES = "mxfp4", "fp8"  # the same, of gpt-oss; of DeepSeek and Qwen, whose scales are of squares
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Reads checkpoints that are packed already, byte for byte: of compressed-tensors, ModelOpt, bitsandbytes, and gpt-oss.
+"""Reads checkpoints that are packed already, byte for byte: those of compressed-tensors, ModelOpt and bitsandbytes, and
+of gpt-oss, DeepSeek and Qwen.
 
 All names are looked at before the first layer is read. Scales of activations and of the KV cache are left out, and so
 are modules that the model lacks as a whole, such as a vision tower; one line of the log names them. Any other tensor in
@@ -21,7 +22,7 @@ from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.checkpoint import BLOCKS, SCALES, UNUSED, CheckpointReader, skeleton
 from qerl_bench.quant.checkpoint_mapping import rows_in_checkpoint, sources_of
 from qerl_bench.quant.experts import expert_modules, expert_parameters, is_transposed, matrix_shape, pack_experts
-from qerl_bench.quant.foreign import BITSANDBYTES, MODELOPT
+from qerl_bench.quant.foreign import BITSANDBYTES, MODELOPT, SQUARES
 from qerl_bench.quant.linear import TENSOR_SCALES, PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.nf4 import NF4
@@ -96,6 +97,8 @@ class _PackedSource:
         """The name in the checkpoint by the name here; `weight` holds codes if its dtype is `Foreign.codes`."""
         if self.method == MODELOPT:
             return {"weight_packed": "weight", "weight_scale": "weight_scale", "weight_scale_2": "weight_scale_2"}
+        if self.method == SQUARES:
+            return {"weight": "weight", "weight_scale": "weight_scale_inv"}  # a multiplier, whatever it is called
         names = {name: name for name in foreign_of(self.weight_format).leaves}
         if "weight" in names and any(name.endswith(".weight_packed") for name in self.reader.files):
             names["weight"] = "weight_packed"
@@ -198,15 +201,23 @@ def _read_experts(
     packed = [layer for layer in layers if source.is_packed(layer)]
     if not packed:
         return None
+    rows = source.weight_format.block_rows
+    whole = all(_is_run(of_layer, rows) for of_layer in layers.values())
     require(
-        source.weight_format.block_rows == 1,
-        f"{source.reader.folder}: the layers of {name} have scales for squares of weights, which one parameter of all "
-        f"experts cannot keep; {UNPACKED}",
+        rows == 1 or whole,
+        f"{source.reader.folder}: the layers of {name} have scales for squares of {rows} rows, which cross from one "
+        f"matrix of an expert into the next; {UNPACKED}",
     )
     plain = next((layer for layer in layers if layer not in packed), None)
     require(plain is None, f"{source.reader.folder}: {plain} is not packed, unlike other experts; {REMEDY}")
     parts = [(rows, source.read(layer, (len(rows), shape[2]))) for layer, rows in layers.items()]
     return _joined(source.reader.folder, name, parts, shape)
+
+
+def _is_run(rows: torch.Tensor, size: int) -> bool:
+    """Whether `rows` (n,) follow each other, and pieces of `size` rows begin and end with them."""
+    first = int(rows[0])
+    return first % size == 0 and len(rows) % size == 0 and torch.equal(rows, torch.arange(first, first + len(rows)))
 
 
 def _joined(
@@ -226,8 +237,9 @@ def _joined(
                 "keep; give the unquantized model, which is packed with one",
             )
         else:
-            flat = like.new_empty(shape[0] * shape[1], like.shape[1]).view(torch.uint8)
+            rows_of_each = len(parts[0][0]) // len(like)  # 1, or those of a square
+            flat = like.new_empty(shape[0] * shape[1] // rows_of_each, like.shape[1]).view(torch.uint8)
             for rows, part in parts:
-                flat[rows.to(flat.device)] = part[key].view(torch.uint8)
-            joined[key] = flat.view(like.dtype).unflatten(0, shape[:2])
+                flat[rows[::rows_of_each].to(flat.device) // rows_of_each] = part[key].view(torch.uint8)
+            joined[key] = flat.view(like.dtype).unflatten(0, (shape[0], -1))
     return joined

@@ -15,7 +15,7 @@ from textwrap import shorten
 from typing import Any
 
 from qerl_bench.quant.base import BlockFormat, WeightFormat
-from qerl_bench.quant.foreign import BITSANDBYTES, COMPRESSED, MODELOPT, RELEASED, Foreign
+from qerl_bench.quant.foreign import BITSANDBYTES, COMPRESSED, MODELOPT, RELEASED, SQUARES, Foreign
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
@@ -33,11 +33,12 @@ PACK_FORMATS: dict[str, type[BlockFormat]] = {  # of compressed-tensors
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4")  # of ModelOpt
 MIXED = "MIXED_PRECISION", "mixed-precision"  # then groups or layers say more
 _READABLE = (
-    f"{', '.join(PACK_FORMATS)} of compressed-tensors, {', '.join(ALGORITHMS)} of modelopt, nf4 of bitsandbytes, and "
-    "gpt-oss's mxfp4"
+    f"{', '.join(PACK_FORMATS)} of compressed-tensors, {', '.join(ALGORITHMS)} of modelopt, nf4 of bitsandbytes, "
+    "gpt-oss's mxfp4, and fp8 in squares of 128 x 128"
 )
 _ORIGINAL = "give the unquantized model, which is packed while it is read"
 _ENTRIES = ("quantization_config", "compression_config")  # of config.json; the second is the earlier name
+_SQUARE = {"strategy": "block"}  # what compressed-tensors would say of scales for squares
 _KV_CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
 _ACTIVATIONS = ("input_activations", "output_activations")
 _KNOWN = {  # fields that are read elsewhere, or say nothing about the weights
@@ -52,6 +53,10 @@ _KNOWN_OF = {  # the same, of one method alone
         *("llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight"),
     },
     RELEASED: {"modules_to_not_convert", "dequantize"},
+    SQUARES: {
+        *("modules_to_not_convert", "ignored_layers", "dequantize", "activation_scheme", "weight_block_size", "fmt"),
+        "scale_fmt",  # whatever it is, scales are read by their dtype
+    },
 }
 
 
@@ -103,7 +108,8 @@ def packing_of(folder: Path, requested: WeightFormat) -> PackedFormat:
     )
     assert isinstance(requested, BlockFormat)
     try:
-        requested.check_stored(str(folder), _weights(config) if method == COMPRESSED else [config])
+        said = _weights(config) if method == COMPRESSED else [_SQUARE if method == SQUARES else config]
+        requested.check_stored(str(folder), said)
         return PackedFormat(method, stored, tuple(dict.fromkeys(_unused(folder, config, requested))))
     except (AttributeError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder}: its quantization config is not of {method} ({error}); {_ORIGINAL}") from None
@@ -159,6 +165,14 @@ def _stored(folder: Path, method: str, config: Mapping[str, Any]) -> tuple[str, 
         named, readable = _named(config, "quant_algo", "quantized_layers"), {name: NVFP4 for name in ALGORITHMS}
     elif method == RELEASED:
         named, readable = {"": method}, {RELEASED: MXFP4}
+    elif method == SQUARES:
+        size, kind = config.get("weight_block_size"), config.get("fmt") or "e4m3"
+        require(
+            size == [128, 128] and kind == "e4m3",
+            f"{folder} is packed as fp8 with weight_block_size={size}, fmt={kind}; readable are codes in e4m3 with a "
+            f"scale for each 128 x 128, {_ORIGINAL}",
+        )
+        named, readable = {"": method}, {SQUARES: FP8}
     else:
         named = {"": str(config.get("bnb_4bit_quant_type") or "")}
         if method == BITSANDBYTES and config.get("load_in_4bit"):
@@ -252,6 +266,8 @@ def _unused(folder: Path, config: Mapping[str, Any], requested: BlockFormat) -> 
                 yield key
             elif key in _ACTIVATIONS and value:
                 yield f"{key} in {value['num_bits']} bits"
+            elif key == "activation_scheme" and value:
+                yield f"{key}={value}"
             elif value not in allowed[key] if key in allowed and value is not None else value and key not in known:
                 raise ConfigError(
                     f"{folder}: its quantization config has {f'{place}.{key}'.lstrip('.')}={shorten(str(value), 80)}, "

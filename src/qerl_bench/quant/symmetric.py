@@ -65,7 +65,8 @@ class Symmetric(BlockFormat):
         if self.block == "row":
             return self.kind
         in_fp32 = self.convention == "torchao" and self.bits == 8
-        return None if in_fp32 or self.compute_dtype != "bfloat16" else f"{self.kind}-{self.block}"
+        unknown = in_fp32 or self.compute_dtype != "bfloat16" or self.kind == "int8"
+        return None if unknown else f"{self.kind}-{self.block}"
 
     @property
     def block_rows(self) -> int:
@@ -140,10 +141,12 @@ class Symmetric(BlockFormat):
         import torch
 
         scale, codes = stored["weight_scale"], stored[self.leaves[0]]
-        finite = scale.isfinite().all() and (codes.dtype != torch.float8_e4m3fn or codes.float().isfinite().all())
+        in_floats = scale.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        finite = in_floats and bool(scale.isfinite().all())
         require(
-            scale.dtype in (torch.bfloat16, torch.float16, torch.float32) and bool(finite),
-            f"{layer} has a scale or weight that is infinite or not a number, or scales of integers; {REMEDY}",
+            finite and (codes.dtype != torch.float8_e4m3fn or bool(codes.float().isfinite().all())),
+            f"{layer} has a scale or weight that is infinite or not a number, or scales of integers or powers of two; "
+            f"{REMEDY}",
         )
         return stored
 
@@ -168,9 +171,9 @@ class FP8(Symmetric):
 
 
 class INT8(Symmetric):
-    """Integers from -128 to 127, a scale per row."""
+    """Integers from -128 to 127, a scale per row or per 128 inputs."""
 
-    kind, bits, blocks = "int8", 8, one_of("row")
+    kind, bits, blocks = "int8", 8, Check(lambda value: value in ("row", 128), "row or 128")
     names, dtype = ("pack-quantized", "int-quantized"), "I8"
 
     def stored(self, packed: dict[str, torch.Tensor], shape: tuple[int, int]) -> dict[str, torch.Tensor]:

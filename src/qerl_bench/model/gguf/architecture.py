@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qerl_bench.model.gguf.header import Header
+from qerl_bench.model.gguf.header import SCALED, Header, scale_of
 from qerl_bench.model.gguf.rope import FREQUENCIES, KEYS, rope_parameters, shortest
 from qerl_core.checks import is_number, require
 
@@ -213,12 +213,23 @@ def check_tensors(header: Header, config: Mapping[str, Any]) -> None:
         f"model.id={header.path} lacks {len(missing)} of the {len(wanted)} tensors of {header.architecture}, such as "
         f"{', '.join(missing[:3])}; choose another file",
     )
-    foreign = [name for name in header.tensors if name not in wanted and name != FREQUENCIES]
+    scaled = [name for name in wanted if name in header.tensors and header.tensors[name].kind == SCALED]
+    scales = {scale_of(name) for name in scaled}
+    of_inputs = {scale_of(name, "input_scale") for name in scaled}  # which are not rounded here
+    known = {*wanted, FREQUENCIES, *scales, *of_inputs}
+    foreign = [name for name in header.tensors if name not in known]
     require(
         not foreign,
         f"model.id={header.path} has {len(foreign)} tensors that {header.architecture} is not known to have, such as "
         f"{', '.join(foreign[:3])}; give the model as safetensors",
     )
+    for name in scales & header.tensors.keys():
+        beside = header.tensors[name]
+        require(
+            beside.kind == "F32" and beside.shape == (1,),
+            f"model.id={header.path}: tensor {name} is {beside.kind} of the shape {beside.shape}, and the scale of a "
+            "tensor in NVFP4 is one number in F32; download the file again",
+        )
     for name in wanted:
         if name in header.tensors:
             shape = shapes.get(name) or shapes.get(name.split(".", 2)[-1], (hidden,))

@@ -21,6 +21,7 @@ from qerl_core.checks import ConfigError, require, require_package
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT = 32  # of tensors, unless general.alignment says otherwise
 FLOATS = ("F32", "F16", "BF16")  # types of tensors that were not rounded to blocks
+SCALED = "NVFP4"  # the type of which a tensor may have a factor, in a tensor beside it
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
@@ -55,6 +56,11 @@ class Header:
         """The value of a metadata key. Raises ConfigError without one."""
         require(key in self.metadata, f"{self.path} has no {key} in its metadata; choose another file for model.id")
         return self.metadata[key]
+
+
+def scale_of(name: str, leaf: str = "scale") -> str:
+    """The tensor beside the weight `name` that holds its factor."""
+    return f"{name.removesuffix('weight')}{leaf}"
 
 
 def read_header(path: Path) -> Header:

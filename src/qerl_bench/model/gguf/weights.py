@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qerl_bench.model.gguf.header import FLOATS, Header, Tensor
+from qerl_bench.model.gguf.header import FLOATS, SCALED, Header, Tensor, scale_of
 from qerl_core.checks import require
 from qerl_core.seeding import derive
 
@@ -49,6 +49,13 @@ def check_kinds(header: Header, dither: Dither | None) -> None:
     kinds: dict[str, str] = {}
     for name, tensor in header.tensors.items():
         kinds.setdefault(tensor.kind, name)
+    for name, tensor in header.tensors.items():
+        scale = tensor_scale(header, name) if tensor.kind == SCALED else 1
+        require(
+            bool(0 < scale < math.inf),
+            f"model.id={header.path}: {scale_of(name)}={scale}, which multiplies {name}, is no number above 0; "
+            "download the file again",
+        )
     for kind, name in kinds.items():
         require(
             _is_read(kind),
@@ -111,6 +118,12 @@ def values(raw: np.ndarray, kind: str) -> np.ndarray:
     return dequantize(in_one_go, GGMLQuantizationType[kind]).reshape(len(raw), -1)
 
 
+def tensor_scale(header: Header, name: str) -> np.float32:
+    """What multiplies the weights of a tensor in NVFP4, from the tensor beside it; 1 of others, and without one."""
+    beside = header.tensors.get(scale_of(name)) if header.tensors[name].kind == SCALED else None
+    return np.float32(1) if beside is None else stored(header, beside, range(1)).view("<f4")[0, 0]
+
+
 def cell_widths(raw: np.ndarray, kind: str) -> np.ndarray:
     """How wide the cell of each weight is, shaped like `values`: the step between codes, or the float's last bit."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -133,6 +146,8 @@ def dequantized(header: Header, name: str, dither: Dither | None, rows: range) -
     tensor = header.tensors[name]
     raw = stored(header, tensor, rows)
     weights = values(raw, tensor.kind)
+    if tensor.kind == SCALED:
+        weights *= tensor_scale(header, name)
     if dither is None or tensor.kind not in CODES:
         return weights
     random = np.random.default_rng(derive(dither.seed, "dither", name))
