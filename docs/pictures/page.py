@@ -1,6 +1,6 @@
 """Photographs the first screen of the report of a committed study for README.md, in Debian's Chromium.
 
-python docs/pictures/page.py     # docs/pictures/report.png, under 60 KB; Chromium as `make test-page` installs it
+python docs/pictures/page.py     # docs/pictures/report.webp, under 60 KB; Chromium as `make test-page` installs it
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDY = ROOT / "studies" / "real-2026" / "15b"
-PICTURE = Path(__file__).with_name("report.png")
-WIDTH, HEIGHT, COLORS = 1100, 1075, 64  # pixels: down to the first two curves
+PICTURE = Path(__file__).with_name("report.webp")
+WIDTH, HEIGHT, COLORS = 1100, 1075, 20  # pixels: down to the first two curves
 
 
 def main() -> None:
@@ -38,7 +38,8 @@ def main() -> None:
         page = (Path(folder) / "index.html").as_uri()
         subprocess.run([browser, *flags, size, f"--screenshot={shot}", page], check=True, stderr=subprocess.DEVNULL)
         whole = Image.open(shot).convert("RGB").crop((0, 0, WIDTH, HEIGHT))
-        whole.quantize(COLORS, dither=Image.Dither.NONE).save(PICTURE, optimize=True)
+        small = whole.quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).convert("RGB")
+        small.save(PICTURE, lossless=True, quality=100, method=6)
     print(PICTURE, f"{PICTURE.stat().st_size / 1000:.0f} KB")
 
 

@@ -118,7 +118,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_photograph_of_a_report_is_small() -> None:
-    assert (ROOT / "docs/pictures/report.png").stat().st_size < 60_000
+    assert (ROOT / "docs/pictures/report.webp").stat().st_size < 60_000
 
 
 @pytest.mark.parametrize("text", SHOWN, ids=("first tables", "all claims in full"))

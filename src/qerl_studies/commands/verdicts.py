@@ -11,6 +11,7 @@ noise, units, effect and interval, bases with their digests, verdict and reason.
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 from qerl_core.process.arguments import KeyValueParser, output_folder
@@ -37,6 +38,7 @@ def as_text(content: dict[str, object]) -> str:
     """JSON with a line for each study and each verdict."""
     studies, verdicts = content["studies"], content["verdicts"]
     assert isinstance(studies, dict) and isinstance(verdicts, list)
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(study)}" for name, study in studies.items())
-    rows = ",\n".join(f"  {json.dumps(one)}" for one in verdicts)
+    short = partial(json.dumps, separators=(",", ":"))
+    lines = ",\n".join(f"{short(name)}: {short(study)}" for name, study in studies.items())
+    rows = ",\n".join(map(short, verdicts))
     return f'{{"studies": {{\n{lines}\n}}, "verdicts": [\n{rows}\n]}}\n'

@@ -17,9 +17,15 @@ SHORT = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def compact(text: str) -> str:
-    """`text` with rounded coordinates, relative paths, short names, each style once, and repeats as markers."""
+    """`text` with rounded coordinates, relative paths, short names, each style once, and repeats as markers.
+
+    Of its metadata the program and version that drew it.
+    """
     ElementTree.register_namespace("", SVG.strip("{}"))
     root = ElementTree.fromstring(text, ElementTree.XMLParser(target=ElementTree.TreeBuilder(insert_comments=True)))
+    for told in root.iter(f"{SVG}metadata"):
+        drawn_by = re.search(r"Matplotlib v[\d.]+", "".join(told.itertext()))
+        told[:], told.text = [], drawn_by[0] if drawn_by else ""
     _shorten(root, {name for _, name in NAMED.findall(text)})
     draw_repeats_as_markers(root)
     _share_styles(root)
