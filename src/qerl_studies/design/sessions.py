@@ -70,7 +70,8 @@ def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
     """What these sessions packed. Raises ConfigError if two of them trained one arm of a base, or arms of a base whose
     weights differ, or if a folder is no session.
 
-    Runs that are none of the design, since their words differ, are left out with a warning.
+    Files of the same name are the same, wherever a session had them: what is in them, digests of bases say. Runs that
+    are none of the design, since their words differ otherwise, are left out with a warning.
     """
     probes: dict[int, dict[str, Any]] = {}
     runs: dict[tuple[str, int, int], Run] = {}
@@ -82,7 +83,8 @@ def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
         here = [one for one in packed if one["base"] in design.bases]
         # A session that only probed has no settings of runs.
         kept = {path.name for path in find_runs(folder)} if settings_file(folder).is_file() else set()
-        names = {cell: design.point(words).name for cell, words in words_of_runs(design, here).items()}
+        there = _with_files_of(design, folder / "study.yaml")
+        names = {cell: there.point(words).name for cell, words in words_of_runs(there, here).items()}
         found = {cell: load_run(folder / name) for cell, name in names.items() if name in kept}
         others = sorted(kept - {*names.values()})
         if others and len(here) == len(packed):
@@ -129,6 +131,22 @@ def _overridden(file: Path) -> list[str]:
         if one.get("overridden", one["passed"] is False and one["gate"] not in stopping)
     ]
     return [gate.replace("control ", "control of gain ") if " of " not in gate else gate for gate in found]
+
+
+def _with_files_of(design: Design, file: Path) -> Design:
+    """`design` with the files of its common words where the session that kept `file` had them."""
+    content = read_yaml(file) if file.is_file() else None
+    common = content.get("common") if isinstance(content, dict) else None
+    theirs = dict(word.split("=", 1) for word in common or [] if isinstance(word, str) and "=" in word)
+    return replace(design, common=[_moved(word, theirs) for word in design.common])
+
+
+def _moved(word: str, theirs: Mapping[str, str]) -> str:
+    """`word` with the value of its key in `theirs`, if both are files of one name in other folders."""
+    key, _, value = word.partition("=")
+    path, other = Path(value), Path(theirs.get(key, value))
+    is_file = path.suffix and path.name == other.name and path.parent != other.parent
+    return f"{key}={other}" if is_file else word
 
 
 def _measured_by(file: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import yaml
 from qerl_bench.config import build, compose
 from qerl_core.options import user_options
 from qerl_studies.design.design import Design, read_design
+from qerl_studies.design.sessions import read_sessions
 from tests.scripts import ROOT, script
 
 STUDY = ROOT / "studies" / "fair-2026"
@@ -94,3 +96,22 @@ def test_copies_are_in_no_other_design() -> None:
     drawn = [yaml.safe_load(path.read_text()) for path in others if Path(path).name.endswith(".yaml")]
     used = {copy for one in drawn if isinstance(one, dict) for copy in (one.get("units") or {}).get("dither", [])}
     assert {*range(31, 43)} <= used and not used & {*range(43, 51)}
+
+
+def test_runs_are_found_wherever_a_session_had_the_files(words: list[str]) -> None:
+    session = PART / "data" / "05b" / "2026-11-29"
+    design = design_of("05b", words)
+    said = yaml.safe_load((session / "study.yaml").read_text())["common"]
+    assert {*said} - {*design.common} == {"model.id=/tmp/qwen2.5-coder-0.5b-instruct.gguf"}
+    runs = read_sessions(design, [session]).runs
+    assert {*runs} == {(arm.name, copy, 0) for arm in design.arms for copy in (43, 44, 45)}
+    assert {run.device for run in runs.values()} == {"NVIDIA H200"}
+
+
+def test_a_file_of_another_name_is_another_file(words: list[str], tmp_path: Path) -> None:
+    session = PART / "data" / "05b" / "2026-11-29"
+    other = tmp_path / session.name
+    shutil.copytree(session, other)
+    content = (other / "study.yaml").read_text()
+    (other / "study.yaml").write_text(content.replace("0.5b-instruct.gguf", "0.5b-base.gguf"))
+    assert not read_sessions(design_of("05b", words), [other]).runs
