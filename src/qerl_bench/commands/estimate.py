@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from qerl_bench.estimate.cards import CARDS, MEASURED, card_of
-from qerl_bench.estimate.estimate import Estimate
+from qerl_bench.estimate.estimate import RunEstimate
 from qerl_bench.estimate.point import Told, of_point
 from qerl_bench.estimate.words import ERROR, hours_s, lines, total
 from qerl_bench.sweep.grid import grid
@@ -59,17 +59,16 @@ def main(arguments: list[str]) -> None:
     slots = min(slots or cards, len(points))
     per_card = -(-slots // cards)
     composer, told = Composer(), Told(options.tokens, options.prompt_tokens)
-    found: list[Estimate | list[str]] = []
+    found: list[RunEstimate | list[str]] = []
     for point in points:
         try:
             found.append(of_point(composer.tree(point), card, per_card, told))
         except ConfigError as error:
             raise ConfigError(f"{' '.join(point)}: {error}" if sweeps else str(error)) from error
-    known = [one for one in found if isinstance(one, Estimate)]
+    known = [one for one in found if isinstance(one, RunEstimate)]
     if options.json:
-        print(
-            json.dumps([asdict(one) if isinstance(one, Estimate) else {"no_estimate": one} for one in found], indent=1)
-        )
+        objects = [asdict(one) if isinstance(one, RunEstimate) else {"no_estimate": one} for one in found]
+        print(json.dumps(objects, indent=1))
         return
     print("\n".join(report(points, found, sweeps)))
     if sweeps:
@@ -82,11 +81,12 @@ def main(arguments: list[str]) -> None:
         print(f"{ERROR}. All are of an {CARDS[MEASURED].model}.")
 
 
-def report(points: Sequence[Sequence[str]], found: Sequence[Estimate | list[str]], sweeps: bool) -> list[str]:
+def report(points: Sequence[Sequence[str]], found: Sequence[RunEstimate | list[str]], sweeps: bool) -> list[str]:
     """The tables, one for equal estimates of a sweep."""
     told: dict[str, list[str]] = {}
     for point, one in zip(points, found, strict=True):
-        text = "\n".join(lines(one) if isinstance(one, Estimate) else [wrap_lines(f"  no estimate: {'; '.join(one)}")])
+        none = [] if isinstance(one, RunEstimate) else [wrap_lines(f"  no estimate: {'; '.join(one)}")]
+        text = "\n".join(none or lines(one))
         told.setdefault(text, []).append(" ".join(point))
     return [line for text, names in told.items() for line in ([*heads(names)] if sweeps else []) + [text]]
 

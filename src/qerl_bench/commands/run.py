@@ -23,7 +23,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from qerl_bench.config import build
-from qerl_bench.estimate.words import tell_run
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.parallel import ALONE, World, is_rank0_output, joined_ranks
 from qerl_bench.sweep.check import check_single, tell_finished, warn_of_single_point
@@ -32,7 +31,6 @@ from qerl_core.checks import ConfigError, require
 from qerl_core.options import user_options
 from qerl_core.options.composer import HYDRA_DEFAULTS, Composer, register_resolvers, resolved
 from qerl_core.options.explain import explain, usage
-from qerl_core.options.fingerprint import as_dict
 from qerl_core.options.names import check_option_names, search_folders
 from qerl_core.process.children import is_child
 from qerl_core.process.failure import failure_in_log
@@ -75,8 +73,6 @@ def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE
     that from `words`."""
     from qerl_bench.experiment import trained
 
-    if world.first:
-        tell_run(experiment, as_dict(cfg))
     with trained(experiment, cfg, world) as run:
         if run is None:
             return

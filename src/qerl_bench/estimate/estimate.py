@@ -31,7 +31,7 @@ FAR = 2.0  # from the nearest measured setting, in factors of two: what is farth
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class RunEstimate:
     """Seconds, GiB, and what of them no table covers."""
 
     memory: Memory
@@ -53,12 +53,12 @@ class Estimate:
         return self.start_s + self.evaluation_s + self.steps * self.step_s
 
 
-def estimate(work: Work, card: Card, rates: Rates, runs: Sequence[Measured], said: Iterable[str] = ()) -> Estimate:
+def estimate(work: Work, card: Card, rates: Rates, runs: Sequence[Measured], said: Iterable[str] = ()) -> RunEstimate:
     """Of one run on `card`, which shares it with `work.per_card` - 1 others like it."""
     needed, place = memory(work, card), place_of(work)
     sampling = corrected(rollout_s(work, card, rates), "rollout", place, runs)
     training = corrected(train_s(work, needed.micro_batches, card, rates), "train", place, runs)
-    return Estimate(
+    return RunEstimate(
         memory=needed,
         start_s=rates.start_s + work.checkpoints * checkpoint_bytes(work) * rates.save_s,
         evaluation_s=corrected(evaluation_s(work, card, rates), "rollout", place, runs),

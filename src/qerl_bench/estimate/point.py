@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from qerl_bench.config import build
 from qerl_bench.estimate.cards import Card
-from qerl_bench.estimate.estimate import Estimate, estimate, uncovered
+from qerl_bench.estimate.estimate import RunEstimate, estimate, uncovered
 from qerl_bench.estimate.sizes import sizes_of
 from qerl_bench.estimate.table import Length, table
 from qerl_bench.estimate.work import Work
@@ -31,14 +31,16 @@ class Told(NamedTuple):
 NOTHING = Told()
 
 
-def of_point(tree: Mapping[str, Any], card: Card | None, per_card: int, told: Told = NOTHING) -> Estimate | list[str]:
+def of_point(
+    tree: Mapping[str, Any], card: Card | None, per_card: int, told: Told = NOTHING
+) -> RunEstimate | list[str]:
     """The estimate of the run of a composed config, or why there is none. Raises ConfigError if it could not run."""
     return of_experiment(build(tree), flat(tree), card, per_card, told)  # type: ignore[arg-type]
 
 
 def of_experiment(
     experiment: Experiment, config: Mapping[str, Any], card: Card | None, per_card: int, told: Told = NOTHING
-) -> Estimate | list[str]:
+) -> RunEstimate | list[str]:
     """As `of_point`, of a built experiment and its flat config."""
     if card is None or experiment.device == "cpu":
         return ["no committed table covers a CPU: steps=2 shows what a step takes here"]

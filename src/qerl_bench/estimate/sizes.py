@@ -5,7 +5,7 @@ Left out: mixtures of experts, and layers without full attention, whose time and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +47,12 @@ class Sizes:
         """Of embedding and head, which stay in 16 bits."""
         return self.head_weights * (1 if self.tied else 2)
 
-    def adapter_weights(self, rank: int) -> int:
-        """Of a LoRA adapter on all linear layers of the blocks."""
-        attention = 2 * (self.hidden + self.query) + 2 * (self.hidden + self.keys)
-        return self.layers * rank * (attention + 3 * (self.hidden + self.inner))
+    def adapter_weights(self, rank: int, targets: str | Sequence[str] = "all") -> int:
+        """Of a LoRA adapter on the linear layers of the blocks, or on those that `targets` names."""
+        widths = {"q_proj": self.query, "o_proj": self.query, "k_proj": self.keys, "v_proj": self.keys}
+        widths |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.inner)
+        named = widths.values() if targets == "all" else [widths[name] for name in targets if name in widths]
+        return self.layers * rank * sum(self.hidden + width for width in named)
 
     def key_value_bytes(self, width: int) -> int:
         """Of keys and values of one token, in numbers of `width` bytes."""

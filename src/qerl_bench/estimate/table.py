@@ -42,17 +42,17 @@ class Length(NamedTuple):
     tokens: float
 
 
-class Table(NamedTuple):
+class RateTable(NamedTuple):
     rates: Rates
     runs: tuple[Measured, ...]
     lengths: tuple[Length, ...]
 
 
 @cache
-def table() -> Table:
+def table() -> RateTable:
     stored = json.loads(RATES.read_text())
     runs = tuple(Measured(**{**run, "place": tuple(run["place"])}) for run in stored["runs"])
-    return Table(Rates(**stored["rates"]), runs, tuple(Length(**one) for one in stored["lengths"]))
+    return RateTable(Rates(**stored["rates"]), runs, tuple(Length(**one) for one in stored["lengths"]))
 
 
 def place_of(work: Work) -> tuple[float, ...]:

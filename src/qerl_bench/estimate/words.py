@@ -5,16 +5,17 @@ from __future__ import annotations
 import heapq
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+
+from omegaconf import DictConfig
 
 from qerl_bench.estimate.cards import card_of
-from qerl_bench.estimate.estimate import Estimate
+from qerl_bench.estimate.estimate import RunEstimate
 from qerl_bench.estimate.point import of_experiment, of_point
 from qerl_bench.experiment_spec import Experiment
 from qerl_core.checks import ConfigError
 from qerl_core.options.composer import Composer
-from qerl_core.options.fingerprint import flat
+from qerl_core.options.fingerprint import as_dict, flat
 from qerl_core.process.arguments import wrap_lines
 from qerl_core.process.gpu_share import runs_on_gpu
 from qerl_core.process.progress import duration
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 ERROR = "Ten committed runs that the table did not see: docs/estimate.md has the error of each"
 
 
-def lines(found: Estimate) -> list[str]:
+def lines(found: RunEstimate) -> list[str]:
     """The table of one run."""
     memory = found.memory
     left = [
@@ -51,9 +52,9 @@ def lines(found: Estimate) -> list[str]:
     return [*rows, *(wrap_lines(f"  {said}") for said in (micro, *found.said))]
 
 
-def brief(found: Estimate | Sequence[str]) -> list[str]:
+def brief(found: RunEstimate | Sequence[str]) -> list[str]:
     """What a run that begins says: memory, seconds by stage, what is not covered."""
-    if not isinstance(found, Estimate):
+    if not isinstance(found, RunEstimate):
         return [f"no estimate: {'; '.join(found)}"]
     memory = found.memory
     return [
@@ -65,33 +66,36 @@ def brief(found: Estimate | Sequence[str]) -> list[str]:
     ]
 
 
-def tell_run(experiment: Experiment, config: Mapping[str, Any]) -> None:
-    """Say before a run what it will take. What keeps that from being said is said, and keeps no run from running."""
+def said_of_run(experiment: Experiment, cfg: DictConfig, device: str) -> list[str]:
+    """What a run says before it begins on a GPU; on a CPU nothing, of which no table says anything.
+
+    What keeps that from being said is said, and keeps no run from running.
+    """
+    if device == "cpu":
+        return []
     try:
-        card = None if experiment.device == "cpu" else card_of(None)
-        found = of_experiment(experiment, flat(dict(config)), card, runs_on_gpu())
+        return brief(of_experiment(experiment, flat(as_dict(cfg)), card_of(None), runs_on_gpu()))
     except ConfigError as error:
-        found = [str(error)]
-    for line in brief(found):
-        log.info(line)
+        return brief([str(error)])
 
 
 def tell_sweep(points: Sequence[Sequence[str]], slots: int, gpus: int) -> None:
-    """Say before a sweep how long all runs of `points`, words of each, will take, `slots` at a time on so many GPUs."""
+    """Say before a sweep how long all runs of `points`, words of each, will take on so many GPUs, `slots` at a time."""
+    if not points or not gpus:
+        return
     slots, composer = min(slots, len(points)), Composer()
     try:
-        card = card_of(None) if gpus else None
-        found = [of_point(composer.tree(words), card, -(-slots // max(1, gpus))) for words in points]
+        card = card_of(None)
+        found = [of_point(composer.tree(words), card, -(-slots // gpus)) for words in points]
     except ConfigError as error:
         found = [[str(error)]]
-    if found:
-        log.info(total(found, slots))
+    log.info(total(found, slots))
 
 
-def total(found: Sequence[Estimate | list[str]], slots: int) -> str:
+def total(found: Sequence[RunEstimate | list[str]], slots: int) -> str:
     """Hours and disk of all runs with an estimate, and why others have none."""
-    known = [one for one in found if isinstance(one, Estimate)]
-    reasons = Counter("; ".join(one) for one in found if not isinstance(one, Estimate))
+    known = [one for one in found if isinstance(one, RunEstimate)]
+    reasons = Counter("; ".join(one) for one in found if not isinstance(one, RunEstimate))
     told = [
         f"estimate: {duration(hours_s(known, slots))} for {len(known)} runs, {slots} at a time; checkpoints "
         f"{sum(one.disk_gib for one in known):.1f} GiB of disk"
@@ -100,7 +104,7 @@ def total(found: Sequence[Estimate | list[str]], slots: int) -> str:
     return "\n".join([*(told if known else []), *missing])
 
 
-def hours_s(found: Sequence[Estimate], slots: int) -> float:
+def hours_s(found: Sequence[RunEstimate], slots: int) -> float:
     """Seconds until all are done, where each begins in the slot that is free first."""
     free = [0.0] * max(1, min(slots, len(found)))
     for one in found:

@@ -20,6 +20,7 @@ class Work:
     bits: float  # of a weight in the blocks
     width: int  # bytes of all other numbers
     rank: int
+    targets: str | tuple[str, ...]
     prompts: int
     group: int
     prompt_tokens: float
@@ -60,6 +61,7 @@ class Work:
             bits=bits or 8 * width,
             width=width,
             rank=get("lora.rank", 0),
+            targets="all" if (targets := get("lora.targets", "all")) == "all" else tuple(targets),
             prompts=config["rollout.prompts_per_step"],
             group=config["rollout.group_size"],
             prompt_tokens=prompt_tokens,
@@ -96,7 +98,7 @@ class Work:
     @property
     def trained_weights(self) -> int:
         whole = self.sizes.block_weights + self.sizes.embedding_weights
-        return self.sizes.adapter_weights(self.rank) if self.rank else whole
+        return self.sizes.adapter_weights(self.rank, self.targets) if self.rank else whole
 
 
 def evaluations(config: Mapping[str, Any], limit: int, questions: int) -> tuple[tuple[int, float], ...]:

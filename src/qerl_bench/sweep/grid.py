@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from hydra_plugins.process_launcher.sweeper import UncheckedSweeper
 from qerl_core.checks import ConfigError
 from qerl_core.options.composer import HYDRA_DEFAULTS, Composer, register_resolvers
-from qerl_core.options.hydra_options import first_values
+from qerl_core.options.hydra_options import first_values, refuse_unlisted
 from qerl_core.process.installation import CONF_DIR
 from qerl_core.sweeps.points import with_swept_axes
 
@@ -30,7 +30,8 @@ def grid(words: Sequence[str]) -> tuple[list[list[str]], int | None]:
         params = hydra.sweeper.params or {}
         given = [f"{key}={value}" for key, value in params.items()]
         overrides = OverridesParser.create().parse_overrides([*given, *words])
-        points = [point for batch in UncheckedSweeper.split_arguments(overrides, None) for point in batch]
+        refuse_unlisted(overrides)
+        points = [point for batch in BasicSweeper.split_arguments(overrides, None) for point in batch]
     except HydraException as error:
         raise ConfigError(composer.in_words(error, words)) from error
     return [[word for word in point if not word.startswith("hydra")] for point in points], hydra.launcher.get("slots")
