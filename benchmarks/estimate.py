@@ -32,7 +32,7 @@ from qerl_core.checks import require
 from qerl_core.exits import exit_in_words
 
 H200 = CARDS["h200"]
-JUDGED = (  # session, model, format, rank, completions: chosen before anything was fitted; of each the first by name
+JUDGED = (  # session, model, format, rank, completions: named before the first table; of each the first by name
     ("h200/data", "shape-7b", "nvfp4", 32, 8),
     ("h200/data", "shape-7b", "bf16", 32, 64),
     ("h200/data/steps", "shape-7b", "nvfp4", 32, 512),

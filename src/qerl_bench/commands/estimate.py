@@ -85,8 +85,8 @@ def report(points: Sequence[Sequence[str]], found: Sequence[RunEstimate | list[s
     """The tables, one for equal estimates of a sweep."""
     told: dict[str, list[str]] = {}
     for point, one in zip(points, found, strict=True):
-        none = [] if isinstance(one, RunEstimate) else [wrap_lines(f"  no estimate: {'; '.join(one)}")]
-        text = "\n".join(none or lines(one))
+        none = "" if isinstance(one, RunEstimate) else wrap_lines(f"  no estimate: {'; '.join(one)}")
+        text = "\n".join(lines(one)) if isinstance(one, RunEstimate) else none
         told.setdefault(text, []).append(" ".join(point))
     return [line for text, names in told.items() for line in ([*heads(names)] if sweeps else []) + [text]]
 
