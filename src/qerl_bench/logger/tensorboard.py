@@ -1,7 +1,7 @@
 """logger=tensorboard: a mirror of metrics.jsonl as TensorBoard's event files, in the run's folder.
 
-`tensorboard --logdir runs` shows all runs below a folder. A continued run writes the file anew from the local record, so
-that each step stands there once. Left out: the time of the steps before, which TensorBoard then has as that of writing.
+`tensorboard --logdir runs` shows all runs below a folder. A continued run writes the file anew from the local record,
+so that each step stands there once. Left out: the time of the steps before, which is then that of writing.
 """
 
 # pyright: reportMissingImports=false
