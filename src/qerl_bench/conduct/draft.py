@@ -291,8 +291,12 @@ def budget_of(options: Namespace, key: str, arms: Sequence[Mapping[str, Any]], c
             "how long a run takes is not known: give run_minutes=6, or runs=FOLDER with a finished run; "
             "qerl-bench estimate says it for a GPU"
         )
-    given = {key: getattr(options, key) for key in ("minutes", "slots", "margin")}
-    counts = {"models": len(options.model), "arms": len(arms), "formats": len({arm["quant"]["name"] for arm in arms})}
+    given: dict[str, Any] = {key: getattr(options, key) for key in ("minutes", "slots", "margin")}
+    counts: dict[str, Any] = {
+        "models": len(options.model),
+        "arms": len(arms),
+        "formats": len({arm["quant"]["name"] for arm in arms}),
+    }
     counts["dosed"] = max(arm["rollout"]["group_size"] * arm["aqn"]["name"].startswith("matched") for arm in arms)
     budget = Budget(
         **given, **counts, answers=min(map(answers_of, arms)), run_minutes=run_minutes, sd=sd, copies=copies
