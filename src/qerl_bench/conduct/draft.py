@@ -292,13 +292,7 @@ def budget_of(options: Namespace, key: str, arms: Sequence[Mapping[str, Any]], c
             "qerl-bench estimate says it for a GPU"
         )
     given: dict[str, Any] = {key: getattr(options, key) for key in ("minutes", "slots", "margin")}
-    counts: dict[str, Any] = {
-        "models": len(options.model),
-        "arms": len(arms),
-        "formats": len({arm["quant"]["name"] for arm in arms}),
-    }
-    counts["dosed"] = max(arm["rollout"]["group_size"] * arm["aqn"]["name"].startswith("matched") for arm in arms)
-    budget = Budget(
-        **given, **counts, answers=min(map(answers_of, arms)), run_minutes=run_minutes, sd=sd, copies=copies
-    )
-    return budget, bool(spreads)
+    given |= {"models": len(options.model), "arms": len(arms), "formats": len({arm["quant"]["name"] for arm in arms})}
+    given["dosed"] = max(arm["rollout"]["group_size"] * arm["aqn"]["name"].startswith("matched") for arm in arms)
+    given |= {"answers": min(map(answers_of, arms)), "run_minutes": run_minutes, "sd": sd, "copies": copies}
+    return Budget(**given), bool(spreads)
