@@ -35,6 +35,7 @@ COMMANDS = {
         composes=True,
         shared=True,
     ),
+    "estimate": Command("say what a run or a sweep will take: GiB, hours, price, disk", composes=True),
     "status": Command("list runs with their state and steps, once or again and again"),
     "eval": Command(
         "evaluate a finished run under another protocol",

@@ -26,6 +26,7 @@ from qerl_bench.aqn.injector import NoiseReport, noise_metrics
 from qerl_bench.conduct.spoken import opening
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.engine.merged import MergingEngine
+from qerl_bench.estimate.words import said_of_run
 from qerl_bench.eval import formats
 from qerl_bench.eval.base import metrics_of
 from qerl_bench.eval.validation import (
@@ -86,7 +87,7 @@ def trained(experiment: Experiment, cfg: DictConfig, world: World = ALONE) -> It
             yield None
             return
         experiment.check_model()
-        for line in opening(experiment) if world.first else ():
+        for line in [*opening(experiment), *said_of_run(experiment, cfg, device)] if world.first else ():
             log.info(line)
         if world.size == 1:
             run.meter(partial(energy.counter, device))

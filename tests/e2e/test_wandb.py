@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import struct
 import sys
 import time
@@ -276,3 +277,21 @@ def test_a_missing_login_is_refused_before_anything_is_written(tmp_path: Path) -
     ended = ranks.run(words, 1, tmp_path / "said", sabotage=partial(logged_out, tmp_path / "home"))
     assert ended.codes == [2] and "logger=wandb cannot start" in ended.said and "logger.mode=offline" in ended.said
     assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.slow
+def test_an_offline_run_says_how_it_is_uploaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    folder = tmp_path / "a run"  # whose name a shell would cut
+    folder.mkdir()
+    spec = WandB(name="wandb", project="p", entity=None, mode="offline")
+    with caplog.at_level("INFO"), spec.mirror(folder, [], {"name": "a", "seed": 0}) as mirror:
+        mirror.log("train", 1, {"loss": 1.0})
+    (said,) = [record.getMessage() for record in caplog.records if "wandb sync" in record.getMessage()]
+    command, synced, pattern = said.partition(": ")[2].partition("wandb sync ")
+    assert not command and synced
+    (place,) = shlex.split(pattern)
+    assert [*Path("/").glob(place.lstrip("/"))] != []

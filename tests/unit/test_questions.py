@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from qerl_bench.config import build, compose
@@ -362,12 +364,10 @@ def test_the_words_to_type_for_foreign_columns_work(tmp_path: Path) -> None:
     rows = [{"prompt": f"How many? {number}", "solution": "1", "other": "x"} for number in (1, 2)]
     train, test = (write(tmp_path / name, row) for name, row in zip("ab", rows, strict=True))
     words = ["task=gsm8k", f"task.train_file={train}", f"task.eval_file={test}"]
-    for _ in range(4):  # columns, then the marker, of each split
-        with pytest.raises(ConfigError) as refused:
-            build(compose(words)).task.check()
-        said = re.findall(r"task\.(?:train|eval)\.\w+=[^\s',]+", str(refused.value))
-        assert said and not {*said} & {*words}, refused.value
-        words += said
+    with pytest.raises(ConfigError, match=r"4 things are wrong. \(1\) .* \(4\) .* In one: ") as refused:
+        build(compose(words)).task.check()  # columns and marker of each split
+    words += shlex.split(str(refused.value).partition("In one: ")[2])
+    build(compose(words)).task.check()
     assert [row.question for row in build(compose(words)).task.rows("train")] == ["How many? 1"]
     (tmp_path / "c").write_text('{"a": "x", "b": "y"}')
     with pytest.raises(ConfigError, match=r"'task\.eval\.question=\[NAME\]' 'task\.eval\.answer=\[NAME\]'"):
@@ -681,3 +681,55 @@ def test_a_constant_answer_earns_only_its_own_share_of_the_real_test_split(real:
     golds = Counter(int(prompt.answer.replace(",", "")) for prompt in prompts)
     hits = sum(real.reward(prompt, "<think>So.</think><answer>18</answer>").correct for prompt in prompts)
     assert hits == golds[18] == 15
+
+
+def test_foreign_columns_leaks_and_markers_are_said_at_once(tmp_path: Path) -> None:
+    """Two columns of any name: the much longer text is taken for the question, to look for what else is wrong."""
+    rows = [{"Aufgabe": f"Wie viele Aepfel hat Anna, wenn sie {n} kauft?", "Loesung": str(n)} for n in range(6)]
+    train, test = write(tmp_path / "a", *rows), write(tmp_path / "b", *rows[4:])
+    words = ["task=gsm8k", f"task.train_file={train}", f"task.eval_file={test}"]
+    with pytest.raises(ConfigError, match=r"5 things .*Aufgabe.*marker=null.*2 of 6 training questions") as refused:
+        build(compose(words)).task.check()
+    mended = shlex.split(str(refused.value).partition("In one: ")[2])
+    task = build(compose([*words, *mended])).task
+    task.check()
+    assert len(task.rows("train")) == 4 and "task.leaks=drop" in mended
+
+
+def test_what_no_word_mends_ends_the_search(tmp_path: Path) -> None:
+    train = write(tmp_path / "a", {"Aufgabe": "Wie viele sind es?", "Loesung": ""})
+    with pytest.raises(ConfigError, match=r"2 things .*Aufgabe.*1 with an empty answer|no #### before"):
+        build(compose(["task=gsm8k", f"task.train_file={train}", f"task.eval_file={train}"])).task.check()
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_csv_and_parquet_are_the_same_questions(tmp_path: Path, kind: str) -> None:
+    """With commas, quotes and line breaks; all of GSM8K where it is there."""
+    real = Path(os.environ.get("QERL_DATA", ""), "gsm8k_train.jsonl")
+    rows = read_rows(real if real.is_file() else TINY)
+    rows[0]["question"] = '\u00e9, "two"\nlines'
+    frame = pd.DataFrame(rows)
+    file = tmp_path / f"train.{kind.upper()}"
+    frame.to_csv(file, index=False) if kind == "csv" else frame.to_parquet(file)
+    assert read_rows(file) == rows
+    words = ["task=gsm8k", f"task.eval_file={write(tmp_path / 'b', problem('Who?', '1'))}"]
+    own = replace(task(*words), train_file=str(file)).rows("train")
+    assert own == replace(task(*words), train_file=str(write(tmp_path / "a", *rows))).rows("train")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.csv", b"question,answer\n1,2,3\n", "line 2: 3 values, and the first line names 2"),
+        ("a.csv", b"question,answer\n", "has no row"),
+        ("a.csv", b"", "has no row"),
+        ("a.csv", b"a,a\n1,2\n", "two columns have one name"),
+        ("a.csv", b"a,b\n\xff,2\n", "not a file of CSV in UTF-8"),
+        ("a.csv", b'a,b\n"1,2\n', "not a file of CSV"),
+        ("a.parquet", b"PAR1 is not all", "not a Parquet file"),
+    ],
+)
+def test_tables_that_cannot_be_read_are_refused(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=said):
+        read_rows(tmp_path / name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,13 @@ from scipy import stats
 from qerl_bench.commands.study import main
 from qerl_bench.conduct.draft import MOST_SEEDS, Budget
 from qerl_core.checks import ConfigError
+from qerl_core.options import user_options
+from qerl_core.options.suggestions import unknown_option
+from qerl_core.options.user_options import search_path
 from qerl_studies.commands.plan import Spread, seeds_of_one_base
 from qerl_studies.design.design import read_design
 
+CONF = Path(__file__).parents[2] / "conf"
 ASSETS = Path(__file__).parents[1] / "assets" / "runs"
 QUESTION = ("model=tiny_untrained", "task=even_characters", "contrast=aqn=none,exp", "experiment=smoke")
 COST = ("minutes=10", "run_minutes=0.5")
@@ -174,3 +179,54 @@ def test_a_plan_says_how_many_seeds_one_base_needs() -> None:
     seeds = seeds_of_one_base(spread, 1.0, 0.025, 0.8)
     assert seeds == budget(sd=2).needed
     assert seeds_of_one_base(Spread(4.0, 0.0, 1.0), 1.0, 0.025, 0.8) is None  # the questions alone are too few
+
+
+def test_units_of_a_gguf_file_are_copies_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("gguf")
+    from tests.models.gguf_files import model_of, write
+
+    file = write(tmp_path / "m.gguf", model_of("llama"))
+    words = (f"model={file}", "task=arithmetic", "contrast=quant=bf16,nvfp4", "minutes=60", "run_minutes=1")
+    drafted(tmp_path / "q", *words)
+    design = read_design(tmp_path / "q" / "study.yaml")
+    copies = len(design.units)
+    assert [unit.words for unit in design.units.values()] == [(f"model.dither={n}",) for n in range(1, copies + 1)]
+    assert design.common[:2] == ["model=hub", f"model.id={file}"] and len(design.seeds) == 1 < copies
+    assert f"2 arms x {copies} copies" in capsys.readouterr().out
+    protocol = (tmp_path / "q" / "protocol.md").read_text()
+    assert f"{copies} copies of one GGUF file" in protocol and "in pairs of one copy" in protocol
+    drafted(tmp_path / "seeds", *words, "as_is=true")
+    as_is = read_design(tmp_path / "seeds" / "study.yaml")
+    assert len(as_is.units) == 1 and len(as_is.seeds) >= copies  # one probe in the place of one a copy
+
+
+def test_each_copy_has_its_own_probe_in_the_budget() -> None:
+    whole = budget(minutes=100, run_minutes=2, slots=2, answers=2000, copies=True)
+    spent = whole.probe_minutes + whole.runs * whole.run_minutes / whole.slots
+    assert spent <= whole.minutes and whole.asked == whole.seeds
+    assert f"{whole.runs} runs" in whole.bought() and f"{whole.probe_minutes:.3g} min" in whole.bought()
+    assert whole.questions < budget(minutes=100, run_minutes=2, slots=2, answers=2000).questions
+
+
+def test_what_the_minutes_buy_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drafted(tmp_path / "q", *QUESTION, *COST)
+    assert re.search(
+        r"10 minutes buy a probe of \d+ questions, .* min; 18 runs of 0.5 min, 1 at a time, 9 min",
+        capsys.readouterr().out,
+    )
+
+
+def test_the_command_names_the_folder_of_own_options(tmp_path: Path) -> None:
+    own = tmp_path / "my own" / "task"
+    own.mkdir(parents=True)
+    (own / "plus.yaml").write_text(
+        (CONF / "task/even_characters.yaml").read_text().replace("name: even", "name: plus_even")
+    )
+    (own / "plus.yaml").rename(own / "plus_even_characters.yaml")
+    folder = shlex.quote(str(own.parent))
+    words = [*search_path([own.parent]), f"init={tmp_path / 'q'}", "model=tiny_untrained", "task=plus_even_characters"]
+    user_options.use([own.parent])
+    main([*words, "experiment=smoke", "contrast=aqn=none,exp", *COST])
+    assert f"qerl-bench study --config-dir {folder} {tmp_path}/q/study.yaml" in (tmp_path / "q/protocol.md").read_text()
+    assert "--config-dir DIR" in unknown_option("aqn", "mine", [CONF])
+    assert "--config-dir DIR" not in unknown_option("aqn", "mine", [CONF, own.parent])

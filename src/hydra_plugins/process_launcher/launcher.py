@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hydra.core.config_store import ConfigStore
 
+from qerl_bench.estimate.words import tell_sweep
 from qerl_bench.sweep.launcher import SweepLauncher
 from qerl_bench.sweep.processes import Sweep
 from qerl_core.checks import count, flag, optional
@@ -42,5 +43,6 @@ class ProcessLauncher(SweepLauncher):
         gpus = visible_gpus()
         slots = self.slots or max(1, len(gpus))
         log.info("%d at a time", slots)
+        tell_sweep([point.overrides for point in points if not point.finished], slots, len(gpus))
         with side_by_side(self.mps):
             return Sweep(points, slots, gpus).run()

@@ -67,6 +67,7 @@ def conduct(design: Design, options: Any, slots: int, deadline: Deadline, tiers:
     Raises TrainingStopped if a process failed, or if gates stop every arm.
     """
     chosen = replace(design, arms=tuple(arm for arm in design.arms if arm.tier in tiers or arm is design.reference))
+    log.info(spent_first(chosen, options.minutes, slots))
     probes, failed = probe_bases(chosen, options.words, slots, deadline, out)
     results = override(gates_so_far(design, probes), options.despite)
     blocked_arms = blocked(results)
@@ -112,3 +113,13 @@ def conduct(design: Design, options: Any, slots: int, deadline: Deadline, tiers:
         log.info("%d of %d runs are left to do%s%s", left, len(points), others, continues)
     if failed:
         raise TrainingStopped("\n".join(failed))
+
+
+def spent_first(design: Design, minutes: float, slots: int) -> str:
+    """What the time is spent on, in order, before any of it is."""
+    bases, arms, runs = len(design.bases), len(design.arms), len(design.bases) * len(design.arms) * len(design.seeds)
+    asked = f"{design.probe.questions} questions x {design.probe.samples} answers in each weight format"
+    return (
+        f"{minutes:g} minutes, {slots} at a time: first {bases} probes, {asked}, and doses; then {runs} runs in blocks "
+        f"of {arms} arms, as many blocks as end in time. What a run takes: qerl-bench estimate, or the first block"
+    )

@@ -5,20 +5,22 @@
     qerl-bench study init=mine/noise ... runs=runs/         # time and spread are read from finished runs
 
 The first value of `contrast` is the arm that others are compared with. Words with other keys are options of every run.
-Of one model the units are seeds, so an interval is about that model; model=a,b,c makes each a case of its own. How many
-seeds fit follows from `minutes`, `run_minutes` and `slots`, after the probe, which asks as many questions as a tenth
-of the minutes buys at the price of an answer in a run, and after the search for a dose, if an arm has aqn=matched,
-which has draws of noise of another tenth. `sd` is the standard deviation over seeds of the difference of two arms, in
-points of held-out accuracy; `margin` the smallest difference that matters. Writes FOLDER/study.yaml and
-FOLDER/protocol.md, which is to be finished before the first run.
+Of one model the units are seeds, so an interval is about that model; model=a,b,c makes each a case of its own. Of one
+GGUF file they are copies of it (`model.dither`), each with a seed; as_is=true takes seeds of the file as it is. How
+many units fit follows from `minutes`, `run_minutes` and `slots`, after the probe, which asks as many questions as a
+tenth of the minutes buys at the price of an answer in a run, and after the search for a dose, if an arm has
+aqn=matched, which has draws of noise of another tenth. `sd` is the standard deviation over units of the difference of
+two arms, in points of held-out accuracy; `margin` the smallest difference that matters. Prints what the minutes buy,
+and writes FOLDER/study.yaml and FOLDER/protocol.md, which is to be finished before the first run.
 """
 
 from __future__ import annotations
 
 import math
+import shlex
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -30,7 +32,7 @@ from qerl_core.checks import ConfigError, check_fields, count, number, require
 from qerl_core.options.composer import Composer
 from qerl_core.options.files import options_of
 from qerl_core.options.place_words import words_of
-from qerl_core.options.user_options import folders, split_search_path
+from qerl_core.options.user_options import folders, folders_in, split_search_path
 from qerl_core.process.arguments import KeyValueParser, output_folder
 from qerl_core.statistics import POWER, Estimate
 from qerl_studies.claims.evaluate import DIRECTION
@@ -63,6 +65,8 @@ class Budget:
     formats: int  # of weights, in each of which the probe asks
     answers: int  # of one run
     dosed: int  # answers to a prompt of the dose; 0: no arm has one
+    copies: bool = False  # of a GGUF file, each probed and dosed: what `seeds` counts
+    checked: bool = True
     margin: float
     sd: float
 
@@ -72,19 +76,49 @@ class Budget:
         counts = {"slots": count(), "models": count(), "arms": count(2), "formats": count(), "answers": count()}
         counts["dosed"] = count(0)
         check_fields(self, "", **checks, **counts)
+        if not self.checked:
+            return
         dose = f", {self.draws} draws of the dose" if self.dosed else ""
         require(
             self.seeds >= 2,
-            f"minutes={self.minutes:g} are enough for a probe of {self.questions} questions{dose} and {self.seeds} "
-            f"seeds of {self.arms} arms at run_minutes={self.run_minutes:g}, and an interval needs two: give more "
-            "minutes, or make runs shorter (steps)",
+            f"minutes={self.minutes:g} are enough for a probe of {self.questions} questions{dose} and "
+            f"{self.seeds} {self.unit} of {self.arms} arms at run_minutes={self.run_minutes:g}, and an interval needs "
+            "two: give more minutes, or make runs shorter (steps)",
         )
 
     @property
     def seeds(self) -> int:
-        """How many fit after probe and dose, a run in each of `slots` at a time."""
-        left = max(0.0, self.minutes - self.questions * self.question_minutes - self.draws * self.draw_minutes)
+        """How many fit after probe and dose, a run in each of `slots` at a time; of copies those with a run each."""
+        if self.copies:
+            each = (replace(self, copies=False, models=copies, checked=False) for copies in range(1, MOST_SEEDS + 1))
+            return sum(one.seeds >= 1 for one in each)
+        left = max(0.0, self.minutes - self.probe_minutes - self.dose_minutes)
         return min(MOST_SEEDS, math.floor(left * self.slots / self.run_minutes / self.arms / self.models))
+
+    @property
+    def unit(self) -> str:
+        return "copies" if self.copies else "seeds"
+
+    @property
+    def probe_minutes(self) -> float:
+        return self.questions * self.question_minutes
+
+    @property
+    def dose_minutes(self) -> float:
+        return self.draws * self.draw_minutes
+
+    @property
+    def runs(self) -> int:
+        return self.arms * self.seeds * self.models
+
+    def bought(self) -> str:
+        """What the minutes buy, in the order in which they are spent."""
+        runs = self.runs * self.run_minutes / self.slots
+        dose = f"; {self.draws} draws of noise, {self.dose_minutes:.3g} min" if self.dosed else ""
+        return (
+            f"{self.minutes:g} minutes buy a probe of {self.questions} questions, {self.probe_minutes:.3g} min{dose}; "
+            f"{self.runs} runs of {self.run_minutes:.3g} min, {self.slots} at a time, {runs:.3g} min"
+        )
 
     @property
     def question_minutes(self) -> float:
@@ -100,7 +134,12 @@ class Budget:
     @property
     def _answer_minutes(self) -> float:
         """What an answer costs before the runs, as in one of them, `slots` models at a time."""
-        return self.run_minutes / self.answers * math.ceil(self.models / self.slots)
+        return self.run_minutes / self.answers * math.ceil(self.asked / self.slots)
+
+    @property
+    def asked(self) -> int:
+        """Models that are probed, or copies of one."""
+        return self.seeds if self.copies else self.models
 
     @property
     def questions(self) -> int:
@@ -158,6 +197,7 @@ def parser() -> KeyValueParser:
     found.add_argument("--run-minutes", type=float, default=None, help="of one run, if no finished one tells")
     found.add_argument("--slots", type=int, default=1, help="runs at a time (default: 1)")
     found.add_argument("--sd", type=float, default=3.0, help="points, if no finished runs tell (default: 3)")
+    found.add_argument("--as-is", action="store_true", help="seeds of a GGUF file as it is, in place of copies of it")
     found.add_argument("--runs", type=Path, nargs="+", default=[], help="finished runs of this model and task")
     return found
 
@@ -180,11 +220,15 @@ def draft(arguments: Sequence[str]) -> None:
     for model in options.model:
         build(compose([*words_of(model, known), *words, *search_path])).model.check_files()
     trees = [Composer().tree([*first, *words, f"{key}={level}", *search_path]) for level in levels]
-    budget, measured = budget_of(options, key, trees)
+    copies = not options.as_is and len(options.model) == 1 and Path(str(trees[0]["model"].get("id"))).suffix == ".gguf"
+    budget, measured = budget_of(options, key, trees, copies)
+    own_folders = "".join(f"--config-dir {shlex.quote(str(folder))} " for folder in folders_in(search_path))
     content = {
         "title": options.init.name,
         "folder": options.init,
-        "words": words,
+        "own_folders": own_folders,
+        "copies": copies,
+        "words": [*(first if copies else ()), *words],
         "models": options.model,
         "key": key,
         "arms": [(level.replace("/", "-"), f"{key}={level}") for level in levels],
@@ -208,9 +252,11 @@ def draft(arguments: Sequence[str]) -> None:
     for file, text in files.items():
         file.write_text(text)
     print(*files, sep="\n")
+    print(budget.bought())
     print(
-        f"{budget.arms} arms x {budget.seeds} seeds find a difference of {budget.margin:g} points with a probability "
-        f"of {budget.power(budget.seeds):.0%}, and one of {budget.detectable(budget.seeds):.1f} with {POWER:.0%}"
+        f"{budget.arms} arms x {budget.seeds} {budget.unit} find a difference of {budget.margin:g} points with a "
+        f"probability of {budget.power(budget.seeds):.0%}, and one of {budget.detectable(budget.seeds):.1f} with "
+        f"{POWER:.0%}"
     )
 
 
@@ -221,7 +267,7 @@ def answers_of(tree: Mapping[str, Any]) -> int:
     return max(1, trained + 2 * (evaluation.get("questions") or 0) * evaluation.get("samples", 0))
 
 
-def budget_of(options: Namespace, key: str, arms: Sequence[Mapping[str, Any]]) -> tuple[Budget, bool]:
+def budget_of(options: Namespace, key: str, arms: Sequence[Mapping[str, Any]], copies: bool) -> tuple[Budget, bool]:
     """The budget of arms with these configs, and whether its spread is that of finished runs: the largest of a
     contrast in `key`."""
     run_minutes, sd, spreads = options.run_minutes, options.sd, []
@@ -241,9 +287,12 @@ def budget_of(options: Namespace, key: str, arms: Sequence[Mapping[str, Any]]) -
                 spreads.append(100 * found.stderr * math.sqrt(found.n))
         sd = max(spreads, default=sd)
     if run_minutes is None:
-        raise ConfigError("how long a run takes is not known: give run_minutes=6, or runs=FOLDER with a finished run")
-    given = {key: getattr(options, key) for key in ("minutes", "slots", "margin")}
-    counts = {"models": len(options.model), "arms": len(arms), "formats": len({arm["quant"]["name"] for arm in arms})}
-    counts["dosed"] = max(arm["rollout"]["group_size"] * arm["aqn"]["name"].startswith("matched") for arm in arms)
-    budget = Budget(**given, **counts, answers=min(map(answers_of, arms)), run_minutes=run_minutes, sd=sd)
-    return budget, bool(spreads)
+        raise ConfigError(
+            "how long a run takes is not known: give run_minutes=6, or runs=FOLDER with a finished run; "
+            "qerl-bench estimate says it for a GPU"
+        )
+    given: dict[str, Any] = {key: getattr(options, key) for key in ("minutes", "slots", "margin")}
+    given |= {"models": len(options.model), "arms": len(arms), "formats": len({arm["quant"]["name"] for arm in arms})}
+    given["dosed"] = max(arm["rollout"]["group_size"] * arm["aqn"]["name"].startswith("matched") for arm in arms)
+    given |= {"answers": min(map(answers_of, arms)), "run_minutes": run_minutes, "sd": sd, "copies": copies}
+    return Budget(**given), bool(spreads)

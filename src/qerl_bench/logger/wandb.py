@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +15,7 @@ from uuid import uuid4
 from qerl_bench.logger.base import MetricsMirror, ServiceMirror, group_of, keep_id, tags_of
 from qerl_core.checks import ConfigError, check_fields, one_of, optional, require_package, text
 
+log = logging.getLogger(__name__)
 MODES = ("online", "offline", "disabled")
 MAX_TAG = 64  # characters, at W&B
 NO_ID = re.compile(r"[^\w.-]")  # W&B's ids have none of /\\#?%:
@@ -71,7 +74,7 @@ class WandbMirror(ServiceMirror):
         import wandb
         from wandb.errors import AuthenticationError, UsageError
 
-        name = str(config["name"])
+        self.run_dir, name = run_dir, str(config["name"])
         tags = [tag[:MAX_TAG] for tag in tags_of(config)]
         identity: dict[str, str] = {}
         if not os.environ.get("WANDB_SWEEP_ID"):
@@ -101,4 +104,12 @@ class WandbMirror(ServiceMirror):
             run.summary.update(metrics)
 
     def end(self, run: Any, failed: bool) -> None:
+        offline = run.settings.mode == "offline"
         run.finish(exit_code=int(failed))
+        if offline:
+            log.info("logger=wandb was offline; where there is a network: %s", upload(self.run_dir))
+
+
+def upload(run_dir: Path) -> str:
+    """The command that sends all attempts of the run in `run_dir` to W&B, in their order."""
+    return f"wandb sync {shlex.quote(str(run_dir))}/wandb/offline-run-*"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = ("float32", "bfloat16", "float16")
+SMALL_BYTES = 2**27  # of weights; in a smaller model, launching kernels takes longer than running them
 
 
 class Model(Protocol):

@@ -20,6 +20,7 @@ import torch
 from peft.tuners import lora
 
 from qerl_bench.model.adapters import LoRAExperts
+from qerl_bench.model.base import SMALL_BYTES
 from qerl_bench.quant.concat import concat_rows_in_place
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
@@ -35,7 +36,6 @@ log = logging.getLogger(__name__)
 REFERENCE = "torch"
 FUSED_BLOCKS = "block"
 MODULES = "modules"
-SMALL_BYTES = 2**27  # of weights; in a smaller model, launching kernels takes longer than running them
 GROUPED = f"grouped gemm up to {GROUPED_TOKENS} tokens without gradient, dequantize + cublas otherwise"
 DEQUANTIZE = "dequantize + cublas"
 DECODE = {

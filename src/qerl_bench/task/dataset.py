@@ -19,13 +19,19 @@ from qerl_bench.task.grader.grader import Grader
 from qerl_bench.task.prompt_task import PromptTask, no_demonstrations
 from qerl_bench.task.prompts import format_demonstration
 from qerl_bench.task.question_form import normalize_question
-from qerl_bench.task.sources import MAX_EXAMPLES, QuestionRow, QuestionSource
+from qerl_bench.task.sources import MAX_EXAMPLES, QuestionRow, QuestionSource, Refused
 from qerl_core.checks import ConfigError, check_fields, one_of, optional, require, text
 from qerl_core.records import Demonstration, Prompt
 
 log = logging.getLogger(__name__)
 LEAKS = ("refuse", "drop")
 _ANNOTATION = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator calls, such as <<48/2=24>>; nothing here runs them
+
+
+class Leaked(ConfigError):
+    """Training questions are held out too."""
+
+    words = ("task.leaks=drop",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +64,37 @@ class DatasetTask(PromptTask):
         return normalize_question(question, {line for source in sources if (line := source.instruction_line)})
 
     def check(self) -> None:
-        """Load both splits. Raises ConfigError for bad rows, leaked questions, or an empty training split."""
+        """Load both splits. Raises ConfigError for bad rows, leaked questions, or an empty training split.
+
+        What words would mend is taken as mended, to find what else is wrong: all is said at once.
+        """
         self.grader.check()
-        self.rows("train")
-        self.rows("test")
+        task, said, words = self, [], []
+        while True:
+            try:
+                task.rows("train")
+                task.rows("test")
+                break
+            except ConfigError as error:
+                said.append(str(error))
+                words += getattr(error, "words", [])
+                mended = task._mended(error)
+                if mended is None:
+                    break
+                task = mended
+        if len(said) > 1:
+            numbered = " ".join(f"({number}) {one}" for number, one in enumerate(said, start=1))
+            raise ConfigError(f"{len(said)} things are wrong. {numbered} In one: {' '.join(words)}")
+        if said:
+            raise ConfigError(said[0])
+
+    def _mended(self, error: ConfigError) -> DatasetTask | None:
+        """This task with what the words of `error` say; None if it has none."""
+        if isinstance(error, Leaked):
+            return replace(self, leaks="drop")
+        if not isinstance(error, Refused) or error.mended is None:
+            return None
+        return replace(self, **{error.words[0].lstrip("'").split(".")[1]: error.mended})
 
     def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
         return [self._prompt("train", row) for row in self._training_batch(step, count, seed)]
@@ -174,11 +207,11 @@ class DatasetTask(PromptTask):
             for row, twin in leaked[:MAX_EXAMPLES]
         )
         summary = f"{len(leaked)} of {len(rows)} training questions of task={self.name} are also in its test split"
-        require(
-            self.leaks == "drop",
-            f"{summary}; none may be ({examples}). Remove them from one of the two, or drop them from training with "
-            "task.leaks=drop",
-        )
+        if self.leaks != "drop":
+            raise Leaked(
+                f"{summary}; none may be ({examples}). Remove them from one of the two, or drop them from training "
+                "with task.leaks=drop"
+            )
         require(
             len(leaked) < len(rows), f"{summary} ({examples}): no training question is left; use another train_file"
         )

@@ -1,4 +1,4 @@
-"""Reads the questions of one split from the Hugging Face hub or from a local JSONL file.
+"""Reads the questions of one split from the Hugging Face hub or from a local file: JSONL, CSV or Parquet.
 
 All bad rows are found before anything runs and reported together: by kind, with counts and examples.
 """
@@ -6,8 +6,8 @@ All bad rows are found before anything runs and reported together: by kind, with
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,7 @@ class QuestionSource:
         else:
             raw = _hub_rows(self.dataset_id, self.config, self.revision, self.split, remedy)
         known = {column for row in raw for column in row}
-        no_row = f"{where}: none of {len(raw)} rows"
-        question, answer = _columns({"question": self.question, "answer": self.answer}, known, no_row, key)
+        question, answer = self._columns(raw, key, where)
         id = next((name for name in self.id if name in known), None)
         lines: dict[str, int] = {}
         rows: list[QuestionRow] = []
@@ -92,11 +91,34 @@ class QuestionSource:
                 for kind, cases in faults.items()
             ]
             bare = f", or say that the column is the final answer: {key}.marker=null" * (self._without_marker in faults)
-            raise ConfigError(f"{where}: {len(raw)} rows, of them {', '.join(kinds)}; fix or remove these rows{bare}")
+            said = f"{where}: {len(raw)} rows, of them {', '.join(kinds)}; fix or remove these rows{bare}"
+            if len(faults[self._without_marker]) == len(raw):
+                raise Refused(said, [f"{key}.marker=null"], replace(self, marker=None))
+            raise ConfigError(said)
         limit = self.max_question_characters
         short = tuple(row for row in rows if limit is None or len(row.question) <= limit)
         require(bool(short), f"{where}: all {len(rows)} questions have more than {limit} characters; raise the limit")
         return short
+
+    def _columns(self, raw: Sequence[Mapping[str, Any]], key: str, where: str) -> tuple[str, str]:
+        """The columns of questions and answers. Raises `Refused`, with words to type, if one is not named."""
+        known = dict.fromkeys(column for row in raw for column in row)
+        wanted = {"question": self.question, "answer": self.answer}
+        found = {part: next((name for name in names if name in known), None) for part, names in wanted.items()}
+        missing = [part for part, name in found.items() if name is None]
+        if missing:
+            left = [name for name in known if name not in found.values() and name not in self.id]
+            likely = _likely(missing, left, raw)
+            asked = " and none a column ".join(" or ".join(map(repr, wanted[part])) for part in missing)
+            words = [f"'{key}.{part}=[{likely.get(part, 'NAME')}]'" for part in missing]
+            guess = replace(self, **{part: [name] for part, name in likely.items()})
+            raise Refused(
+                f"{where}: none of {len(raw)} rows has a column {asked}; the columns are "
+                f"{', '.join(map(repr, sorted(known)))}. Name the right one: {' '.join(words)}",
+                words,
+                guess if len(likely) == len(missing) else None,
+            )
+        return str(found["question"]), str(found["answer"])
 
     @property
     def _without_marker(self) -> str:
@@ -118,6 +140,15 @@ class QuestionSource:
         if grader is not None and not grader.is_readable(gold.strip()):
             raise _BadRow("an answer that no completion can equal", f": {gold.strip()[:40]!r}")
         return QuestionRow(line=line, question=question, answer=answer, reasoning=reasoning.strip(), gold=gold.strip())
+
+
+class Refused(ConfigError):
+    """A split that cannot be read as it is described; with the `words` that would describe it, and `mended`, the
+    source that they make, with which further faults can be looked for. None: nobody can guess."""
+
+    def __init__(self, said: str, words: Sequence[str], mended: QuestionSource | None) -> None:
+        super().__init__(said)
+        self.words, self.mended = [*words], mended
 
 
 class _BadRow(Exception):
@@ -144,23 +175,17 @@ def _check_id(id: str, line: int, lines: dict[str, int]) -> None:
         raise _BadRow("the id of another row", f" and line {lines[id]}: {id[:40]!r}")
 
 
-def _columns(wanted: Mapping[str, list[str]], known: Set[str], no_row: str, key: str) -> list[str]:
-    """Of each list of names, the first that is in `known`. Raises ConfigError, with words to type, if there is none."""
-    found = {part: next((name for name in names if name in known), None) for part, names in wanted.items()}
-    missing = [part for part, name in found.items() if name is None]
-    if missing:
-        asked = " and none a column ".join(" or ".join(map(repr, wanted[part])) for part in missing)
-        words = " ".join(f"'{key}.{part}=[{_likely(part, known)}]'" for part in missing)
-        raise ConfigError(
-            f"{no_row} has a column {asked}; the columns are {', '.join(map(repr, sorted(known)))}. Name the right "
-            f"one: {words}"
-        )
-    return [name for name in found.values() if name is not None]
-
-
-def _likely(part: str, known: Set[str]) -> str:
-    """The column that is probably the question, or the answer; NAME if none is called so."""
-    return next((name for name in USUAL[part] if name in known), "NAME")
+def _likely(missing: Sequence[str], left: Sequence[str], raw: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Of the columns that are `left` those that are probably the `missing` parts: by their usual names, or, where as
+    many are left as are missing, a much longer text as the question."""
+    found = {part: name for part in missing for name in USUAL[part][::-1] if name in left}
+    others = [name for name in left if name not in found.values()]
+    length = {name: sum(len(str(row.get(name, ""))) for row in raw) for name in others}
+    others = sorted(others, key=lambda name: -length[name])
+    unnamed = [part for part in missing if part not in found]
+    if len(others) == len(unnamed) and (len(others) < 2 or length[others[0]] > 2 * length[others[1]]):
+        found |= dict(zip(unnamed, others, strict=True))
+    return found
 
 
 @lru_cache(maxsize=8)

@@ -23,6 +23,7 @@ from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
 from qerl_bench.quant.activations import REASON as ROUNDED
 from qerl_bench.train.batch import Batch
+from qerl_bench.train.memory_rule import POOL_SPARE
 from qerl_bench.train.objective import objective
 from qerl_bench.train.spec import Specs
 from qerl_core.process.device import peak_bytes
@@ -32,7 +33,6 @@ from qerl_kernels.scratch import owned_by
 log = logging.getLogger(__name__)
 MOST_GRAPHS = 16  # each holds its inputs and outputs; they share the memory in between
 WARM_UPS = 2  # passes before a recording: kernels are compiled and buffers made
-POOL_SPARE = 0.125  # of the largest pass, so that one a little larger needs no new pool
 
 
 def why_not(specs: Specs, policy: Policy) -> str | None:

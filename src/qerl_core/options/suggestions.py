@@ -92,7 +92,8 @@ def unknown_option(group: str, option: str, folders: Sequence[Path]) -> str:
     few = len(options) <= 2 * SHOWN
     choices = f"Choose {axis}={'|'.join(options)}" if few else f"All of them: --explain {axis}"
     places = f". {PLACES[axis]}" if axis in PLACES else ""
-    return f"there is no {axis}={place}.{number or did_you_mean(near)} {choices}{places}"
+    own = "" if len(folders) > 1 else f"; one of your own: --config-dir DIR, which has DIR/{axis}/{place}.yaml"
+    return f"there is no {axis}={place}.{number or did_you_mean(near)} {choices}{places}{own}"
 
 
 def _near_option(name: str, options: Collection[str]) -> list[str]:

@@ -1,0 +1,1 @@
+"""What a run will take before it begins: seconds, GiB and dollars, from committed measurements (docs/estimate.md)."""
