@@ -26,7 +26,7 @@ def script(commands: Sequence[str], composing: Sequence[str]) -> str:
         "CONF": shlex.quote(str(CONF_DIR)),
         "COMMANDS": " ".join(commands),
         "FLAGS": " ".join(dict.fromkeys(re.findall(r"(?<!\S)--?[a-z][a-z-]*", FLAGS))),
-        "COMPOSING":  " | ".join(f'*" {name} "*' for name in composing),
+        "COMPOSING": " | ".join(f'*" {name} "*' for name in composing),
         "KEYS": " ".join(f"{key}=" for key in keys()),
     }
     return re.sub(r"@([A-Z]+)@", lambda place: found[place[1]], SCRIPT.read_text())

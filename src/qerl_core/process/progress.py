@@ -33,7 +33,9 @@ TICK_S = 1.0  # a phase that is shorter shows no bar
 STEP_LINES = 20  # on a pipe
 STEPS = "step"  # the label of a run's steps
 COMPLETIONS = "completions"  # the unit of phases in which tokens are told, too
-LEVEL = "QERL_LOG_LEVEL"  # environment variable, of the runs of a sweep too: the least of what the terminal shows of logs
+LEVEL = (
+    "QERL_LOG_LEVEL"  # environment variable, of the runs of a sweep too: the least of what the terminal shows of logs
+)
 LONG_S = 60.0  # what takes longer is announced, if a phase of the same name has taken so long before
 COLUMNS = (  # metric, label, format
     ("reward/mean", "reward", "{:.3f}"),

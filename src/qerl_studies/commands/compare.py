@@ -2,7 +2,7 @@
 
     qerl-bench compare runs/FIRST runs/SECOND
     qerl-bench compare 'runs/*-nvfp4-none-*' 'runs/*-bf16-none-*'     # two arms: quote the patterns
-    qerl-bench compare runs/FIRST runs/SECOND format=latex out=paper   # writes paper/compare.tex; markdown, csv
+    qerl-bench compare runs/FIRST runs/SECOND format=latex out=paper    # writes paper/compare.tex
 
 First the numbers that one looks at first, even if both arms have the same, then these by step, then all others that
 differ. Numbers of training are means over the last fifth of the steps, those of evaluations the last ones. Differences
