@@ -122,7 +122,9 @@ def test_a_run_is_made_read_and_continued(
     assert [one.name for one in (tmp_path / "runs").iterdir() if one.is_dir()] == [made.name]
     with pytest.raises(TrainingStopped, match="reward"):
         own = tmp_path / "mine.py"
-        own.write_text(
-            "def reward(completions, **columns):\n    return [float('nan') if len(completions) > 3 else 0.0 for _ in completions]\n"
+        lines = (
+            "def reward(completions, **columns):",
+            "    return [float('nan') if len(completions) > 3 else 0.0] * len(completions)",
         )
+        own.write_text("\n".join(lines))
         run(*TINY, "reward=function", f"reward.file={own}", f"root={tmp_path}")

@@ -11,8 +11,12 @@ from qerl_core.checks import ConfigError, require
 from qerl_studies.runs.load import Run
 
 T = TypeVar("T")
-RUNS = Path(os.environ.get("QERL_ROOT", ".."), "runs")  # as notebooks/ sees the folder to which runs are written
 COMPARISON = "python src/run.py -m quant=bf16,nvfp4 aqn=none,exp seed=0,1"
+
+
+def runs_folder() -> Path:
+    """Where runs are written, as notebooks/ sees it: $QERL_ROOT/runs, by default the checkout's."""
+    return Path(os.environ.get("QERL_ROOT", ".."), "runs")
 
 
 def first_with_rollouts(runs: Sequence[Run]) -> Run:
