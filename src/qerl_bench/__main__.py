@@ -84,8 +84,8 @@ ELSEWHERE = {"train": "run", "evaluate": "eval", "merge": "export", "serve": "ex
 GROUPS = {
     "train": ("run", "eval", "score", "export"),
     "look": ("status", "report", "figure", "compare"),
-    "decide": ("probe", "study", "gates", "plan", "claims", "verdicts", "matrix"),
-    "share": ("collect", "publish", "check"),
+    "decide": ("register", "probe", "study", "gates", "plan", "claims", "conform", "matrix"),
+    "share": ("collect", "import", "publish", "check", "verdicts"),
 }
 USAGE = "\n".join(
     [
@@ -114,7 +114,8 @@ def main(words: list[str] | None = None) -> int:
         sys.argv[0] = f"qerl-bench {name}"  # in env.json, and in argparse's usage
     if name in ("-h", "--help", "--version", "--completion"):
         if is_rank0_output():
-            print(USAGE if name in ("-h", "--help") else __version__ if name == "--version" else completion())
+            with lasting_output():
+                print(USAGE if name in ("-h", "--help") else __version__ if name == "--version" else completion())
         return 0
     if name not in COMMANDS:
         close = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, COMMANDS, n=1)
