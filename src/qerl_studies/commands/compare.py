@@ -159,10 +159,12 @@ def number_rows(first: Arm, second: Arm) -> list[NumberRow]:
     rest = sorted(written - {*leading}, key=lambda pair: (pair[0] != "eval", order.get(pair[1], len(order)), pair))
     rows = []
     for kind, name in (*leading, *rest):
-        means = [mean_of(arm, lambda run, kind=kind, name=name: value_of(run, kind, name)) for arm in (first, second)]
+        one, other = (
+            mean_of(arm, lambda run, kind=kind, name=name: value_of(run, kind, name)) for arm in (first, second)
+        )
         difference = paired(first, second, common, kind, name)
-        if (kind, name) in leading or means[0] != means[1] or (difference is not None and difference.value != 0):
-            rows.append(NumberRow(name, (kind, name) in leading, *means, difference))
+        if (kind, name) in leading or one != other or (difference is not None and difference.value != 0):
+            rows.append(NumberRow(name, (kind, name) in leading, one, other, difference))
     return rows
 
 

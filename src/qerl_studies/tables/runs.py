@@ -42,15 +42,15 @@ def runs_table(runs: Sequence[Run]) -> Table:
     shown = shown or {"run": [*numbers["run"]]}
     ended = bool(numbers[["greedy_final", "sampled_final"]].notna().to_numpy().any())
     when = "final" if ended else "start"  # runs of steps=0 have no other
-    given = [name for name in SHARES if f"{name}_{when}" in numbers and numbers[f"{name}_{when}"].notna().any()]
+    given = [name for name in SHARES if f"{name}_{when}" in numbers and _any(numbers[f"{name}_{when}"])]
     for name in given:
         pairs = zip(numbers[f"{name}_{when}"], numbers[f"{name}_{when}_stderr"], strict=True)
         shown[SHARES[name]] = [_share(*pair, "+" if name == "gain" else "") for pair in pairs]
-    if numbers["entropy_first"].notna().any():
+    if _any(numbers["entropy_first"]):
         ends = zip(numbers["entropy_first"], numbers["entropy_last"], strict=True)
         shown["entropy"] = ["→".join(_number(value, ".3f") for value in pair) for pair in ends]
     for name, (heading, form) in NUMBERS.items():
-        if numbers[name].notna().any():
+        if _any(numbers[name]):
             shown[heading] = [_number(value, form) for value in numbers[name]]
     unfinished = [run.name for run in runs if not run.finished]
     said = [f"All: {', '.join(shared)}."] if shared else []
@@ -63,6 +63,10 @@ def runs_table(runs: Sequence[Run]) -> Table:
         *(TOLD[name] for name in given if name in TOLD),
     ]
     return Table("runs", numbers, pd.DataFrame(shown), " ".join([*caption, *said]))
+
+
+def _any(column: pd.Series) -> bool:
+    return bool(column.notna().to_numpy().any())
 
 
 def _share(value: float, error: float, sign: str) -> str:
