@@ -1,3 +1,4 @@
+# Not built yet by anybody: no registry of images could be reached.
 # docker build -t qerl-bench .                                        # for CPUs
 # docker build -t qerl-bench --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 .
 # docker run --rm -v "$PWD/out:/out" qerl-bench run experiment=smoke quant=nvfp4 root=/out       # --gpus all with CUDA

@@ -81,15 +81,31 @@ READERS = {
 }
 # What others call our commands.
 ELSEWHERE = {"train": "run", "evaluate": "eval", "merge": "export", "serve": "export", "resume": "run"}
+# What one wants to do: every command once.
+GROUPS = {
+    "train": ("run", "estimate", "eval", "score", "export"),
+    "look": ("status", "report", "figure", "compare"),
+    "decide": ("register", "probe", "study", "gates", "plan", "claims", "conform", "matrix"),
+    "share": ("collect", "import", "publish", "check", "verdicts"),
+}
 USAGE = "\n".join(
     [
         "usage: qerl-bench COMMAND [key=value ...]",
-        "",
-        *(f"  {name:8} {command.summary}" for name, command in COMMANDS.items()),
+        *(
+            "\n".join(["", f"{group}:", *(f"  {name:8} {COMMANDS[name].summary}" for name in names)])
+            for group, names in GROUPS.items()
+        ),
         "",
         "qerl-bench COMMAND --help explains a command, qerl-bench --version prints the version.",
+        'eval "$(qerl-bench --completion)" lets bash or zsh complete commands, keys and options.',
     ]
 )
+
+
+def completion() -> str:
+    from qerl_core.options.completion import script  # what no other command needs
+
+    return script([*COMMANDS], [name for name, command in COMMANDS.items() if command.composes])
 
 
 def main(words: list[str] | None = None) -> int:
@@ -97,9 +113,10 @@ def main(words: list[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if words is None else words) or [""]
     if words is None:
         sys.argv[0] = f"qerl-bench {name}"  # in env.json, and in argparse's usage
-    if name in ("-h", "--help", "--version"):
+    if name in ("-h", "--help", "--version", "--completion"):
         if is_rank0_output():
-            print(__version__ if name == "--version" else USAGE)
+            with lasting_output():
+                print(USAGE if name in ("-h", "--help") else __version__ if name == "--version" else completion())
         return 0
     if name not in COMMANDS:
         close = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, COMMANDS, n=1)

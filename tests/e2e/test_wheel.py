@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
 import venv
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
@@ -116,3 +118,43 @@ def test_a_users_option_keeps_its_name_and_needs_its_class(command: Command, tmp
     words = [*TINY, option(tmp_path / "2", "no_such_module.Halving"), "aqn=halving"]
     refused = command("run", *words)
     assert refused.returncode == 2 and "aqn._target_=no_such_module.Halving cannot be imported" in refused.stderr
+
+
+def test_each_command_reads_runs_outside_of_a_checkout(command: Command, tmp_path: Path) -> None:
+    """Claims, experiments, templates and styles are in the package, and so is what completes its options."""
+    copytree(ROOT / "tests" / "assets" / "runs", tmp_path / "runs")
+    said = command("claims", "runs", "out=out", "--all")
+    assert said.returncode == 0 and (tmp_path / "out" / "claims.svg").exists(), said.stderr
+    assert len([line for line in said.stdout.splitlines() if re.match(r"\| \d+\. ", line)]) == 13
+    for words in (
+        ["claims", "runs", "out=out", "papers=literature"],
+        ["report", "runs", "out=out/report"],
+        ["figure", "reward", "runs", "out=out", "style=neurips"],
+        ["figure", "runs", "runs", "out=out", "format=latex"],
+        ["plan", "runs"],
+        ["run", "--explain", "aqn.stages", "aqn=exp"],
+        ["run", "experiment=tiny/ranks", "--cfg", "job"],
+        ["run", "--help"],
+    ):
+        done = command(*words)
+        assert done.returncode == 0 and "Traceback" not in done.stderr, (words, done.stderr)
+    assert {"reward.pdf", "runs.tex", "literature.md"} <= {file.name for file in (tmp_path / "out").iterdir()}
+    script = command("--completion").stdout
+    (place,) = re.findall(r"conf=(\S+)", script)
+    assert (Path(place) / "aqn" / "exp.yaml").is_file() and str(ROOT) not in script
+
+
+def test_the_names_for_python_are_in_the_package(site: Path, tmp_path: Path) -> None:
+    code = (
+        "from qerl_bench import claims, effects, figure, load_runs, run\n"
+        f"made = run(*{TINY!r}, quiet=True)\n"
+        "assert made.finished and [one.name for one in load_runs()] == [made.name]\n"
+        "print(len(claims(load_runs(), everything=True)), effects([made]).empty, len(figure('runs', [made])))"
+    )
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "QERL_ROOT")}
+    python = [str(site / "bin" / "python"), "-c", code]
+    done = subprocess.run(
+        python, cwd=tmp_path, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1:] == ["True", "1"] and "step 2/2" in done.stderr

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from qerl_studies.commands import report
 from tests.page.chromium import Browser
 
+ONE = Path(__file__).parents[1] / "assets" / "runs" / "nvfp4-exp-grpo-r32-s0-a101d16e"
 SHOWN = "[...document.querySelectorAll('{}')].filter((one) => !one.hidden && !one.closest('[hidden]')).length"
 MARKS = "document.querySelectorAll('#overview g.mark').length"
 
@@ -141,7 +143,7 @@ def test_everything_has_a_name_for_a_screen_reader(page: Browser) -> None:
     assert [node for node in named if not node.get("name", {}).get("value")] == []
 
 
-@pytest.mark.parametrize("width", [1200, 400])
+@pytest.mark.parametrize("width", [1200, 400, 320])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_nothing_is_wider_than_the_window_and_text_is_readable(
     browser: Browser, study_page: Path, width: int, dark: bool
@@ -195,3 +197,22 @@ def test_print_shows_tables_without_controls(browser: Browser, study_page: Path,
     browser.pdf(tmp_path / "page.pdf")
     browser.look()
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF") and (tmp_path / "page.pdf").stat().st_size > 50_000
+
+
+def test_sections_without_content_are_not_shown(browser: Browser, tmp_path: Path) -> None:
+    """Of runs of one arm there is no effect, no dose and no pair to draw."""
+    report.main([str(ONE), f"out={tmp_path}"])
+    browser.look(320, dark=True)
+    browser.open(tmp_path / "index.html")
+    shown = browser.value("[...document.querySelectorAll('h2')].filter((one) => one.offsetParent).map((one) => one.id)")
+    assert shown == ["own", "verdicts", "claims", "runs"] and not browser.problems
+    assert browser.value("$('counts').textContent") == "1 of 1 runs"
+    assert browser.value("document.documentElement.scrollWidth") <= 320
+
+
+def test_ticks_of_curves_are_round(page: Browser) -> None:
+    texts = page.value("[...document.querySelectorAll('.curves svg > text')].map((one) => one.textContent)")
+    numbers = [one.rstrip("%") for one in texts if one != "step"]
+    assert len(numbers) > 20
+    for one in numbers:
+        assert len(one.replace("-", "").replace(".", "").lstrip("0").rstrip("0")) <= 3, one

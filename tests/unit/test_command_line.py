@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from qerl_bench import __version__
-from qerl_bench.__main__ import COMMANDS, main
+from qerl_bench.__main__ import COMMANDS, GROUPS, USAGE, main
 from qerl_bench.config import build, compose
 from qerl_bench.sweep.check import check_point, check_points
 from qerl_core.checks import ConfigError, TrainingStopped
@@ -40,6 +40,14 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"  {name} " in printed for name in COMMANDS) and printed.endswith(f"{__version__}\n")
     assert main([]) == 2 and main(["colect"]) == 2
     assert "Did you mean collect?" in capsys.readouterr().err
+
+
+def test_each_command_stands_in_one_of_four_groups() -> None:
+    assert [*GROUPS] == ["train", "look", "decide", "share"]
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(COMMANDS)
+    for group, names in GROUPS.items():
+        listed = USAGE.split(f"\n{group}:\n")[1].split("\n\n")[0].splitlines()
+        assert [line.split()[0] for line in listed] == [*names]
 
 
 PLACES = [*ROOT.glob("analysis/*.py"), *ROOT.glob("studies/*/*.py")]

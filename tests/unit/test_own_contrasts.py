@@ -17,7 +17,7 @@ from qerl_studies.commands import compare
 from qerl_studies.commands import report as command
 from qerl_studies.effects.state import of_interval
 from qerl_studies.figures.headline import POINTS, by_step, value_of
-from qerl_studies.report.curve_drawing import Frame
+from qerl_studies.report.curve_drawing import Frame, round_ticks
 from qerl_studies.report.own_runs import CURVES, drawn_arms, own_content
 from qerl_studies.runs.comparable import load_runs
 from qerl_studies.runs.own_contrasts import Levels, own_contrasts
@@ -144,3 +144,18 @@ def test_compare_leads_with_them_even_where_they_are_equal(capsys: pytest.Captur
     (first,) = re.findall(r"^eval/accuracy_greedy +(\S+) +(\S+) +\+0 ", said, re.M)
     assert first[0] == first[1]
     assert "compute_dtype" not in said
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "integer", "ticks"),
+    [
+        (0.23, 0.47, False, [0.25, 0.3, 0.35, 0.4, 0.45]),
+        (0.17, 0.65, False, [0.2, 0.3, 0.4, 0.5, 0.6]),
+        (0, 3, True, [0, 1, 2, 3]),
+        (0, 150, True, [0, 50, 100, 150]),
+        (0, 1, True, [0, 1]),
+        (-0.5, 0.5, False, [-0.4, -0.2, 0.0, 0.2, 0.4]),
+    ],
+)
+def test_ticks_are_round(low: float, high: float, integer: bool, ticks: list[float]) -> None:
+    assert round_ticks(low, high, integer) == pytest.approx(ticks)

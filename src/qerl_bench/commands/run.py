@@ -36,13 +36,14 @@ from qerl_core.process.children import is_child
 from qerl_core.process.failure import failure_in_log
 from qerl_core.process.hidden_packages import hidden_packages
 from qerl_core.process.installation import CONF_DIR
-from qerl_core.process.progress import phase
+from qerl_core.process.progress import LEVEL, phase, quiet
 from qerl_core.process.termination import terminations_held
 from qerl_core.rundir.refusals import nothing_left_if_refused
 from qerl_core.rundir.stops import in_words, note_at_stop
 from qerl_core.sweeps.points import flags_first, with_swept_axes
 
 log = logging.getLogger(__name__)
+QUIET = {"-q", "--quiet"}
 
 
 class HydraBypass(BaseException):
@@ -85,8 +86,11 @@ def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE
     table = summary([run.path])
     if warning := no_gradient_warning(table):
         log.warning(warning)
-    shown = places(run.path) if is_child() else [render(table), *places(run.path), *ending(load_run(run.path), words)]
-    print("\n".join(shown))
+    shown = [] if is_child() else [render(table)]
+    if not quiet():
+        shown += [*places(run.path), *([] if is_child() else ending(load_run(run.path), words))]
+    if shown:
+        print("\n".join(shown))
 
 
 def draw_figures(run_dir: Path) -> None:
@@ -142,6 +146,9 @@ def main(words: list[str]) -> None:
         if is_rank0_output():
             print(described(words))
         return
+    if QUIET & {*words}:
+        words = [word for word in words if word not in QUIET]
+        os.environ[LEVEL] = "WARNING"
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach our own messages, not Hydra's printer
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # OpenMP threads wait actively for microseconds, not milliseconds
     os.environ["RUST_BACKTRACE"] = "0"  # a panic at no memory waits for its own backtrace for ever

@@ -35,7 +35,7 @@ from qerl_core.process.installation import CONF_DIR
 
 SEVERAL = ("recipe", "experiment")  # their files set options of other axes
 AXES = ("quant", "quantizer", "aqn", "algo", "lora", "model", "engine", "task", "reward", "eval", "logger", *SEVERAL)
-USAGE = "usage: qerl-bench run [KEY=VALUE ...] [-m] [--explain KEY ...] [--cfg job] [--config-dir DIR]"
+USAGE = "usage: qerl-bench run [KEY=VALUE ...] [-m] [-q] [--explain KEY ...] [--cfg job] [--config-dir D]"
 INTRODUCTION = """
 Train one experiment, or with -m every point of a sweep. A word AXIS=OPTION chooses a YAML file of
 conf/, a word KEY=VALUE changes a value. `python src/run.py` in a checkout is the same command.
@@ -52,6 +52,7 @@ Flags:
                       mean; other words choose options: --explain aqn.stages aqn=exp; or a
                       metric, --explain mismatch/kl
   --cfg job           print the config instead of running it; --resolve fills in references
+  -q, --quiet         only steps, warnings and errors, and at the end the table
   --config-dir DIR    look for options in DIR/quant/*.yaml and so on as well
   --version           print the version
   --hydra-help        flags of Hydra, which composes the config

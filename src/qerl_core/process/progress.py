@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 import logging
 import math
+import os
 import shutil
 import sys
 import time
@@ -30,7 +31,11 @@ log = logging.getLogger("qerl_bench.steps")  # conf/run.yaml sends this logger t
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}{postfix}]"
 TICK_S = 1.0  # a phase that is shorter shows no bar
 STEP_LINES = 20  # on a pipe
+STEPS = "step"  # the label of a run's steps
 COMPLETIONS = "completions"  # the unit of phases in which tokens are told, too
+LEVEL = (
+    "QERL_LOG_LEVEL"  # environment variable, of the runs of a sweep too: the least of what the terminal shows of logs
+)
 LONG_S = 60.0  # what takes longer is announced, if a phase of the same name has taken so long before
 COLUMNS = (  # metric, label, format
     ("reward/mean", "reward", "{:.3f}"),
@@ -41,6 +46,11 @@ COLUMNS = (  # metric, label, format
     ("speed/rollout_tok_s", "tok/s", "{:.0f}"),
 )
 SUPERVISED_COLUMNS = (("loss", "loss", "{:.4f}"), ("grad_norm", "grad", "{:.2g}"))  # of steps without a reward
+
+
+def quiet() -> bool:
+    """Whether nothing is told but the steps of a run, warnings and errors (-q)."""
+    return os.environ.get(LEVEL) == "WARNING"
 
 
 def duration(seconds: float) -> str:
@@ -155,7 +165,7 @@ class Watch:
                     return
                 if sys.stderr.isatty():
                     for one in self.phases:
-                        if one.elapsed_s >= TICK_S:
+                        if one.elapsed_s >= TICK_S and (one.label == STEPS or not quiet()):
                             one.show()
                 elif self.is_silent():
                     self.tell()
@@ -181,9 +191,9 @@ class Watch:
                     one.bar.clear()
             yield
 
-    def say(self, line: str) -> None:
+    def say(self, line: str, of_step: bool = False) -> None:
         self.said = time.monotonic()
-        if not sys.stderr.isatty():
+        if not sys.stderr.isatty() and (of_step or not quiet()):
             print(wrap_lines(line), file=sys.stderr, flush=True)
 
 
@@ -227,7 +237,7 @@ class StepProgress:
     """Reports the optimizer steps of a run from `first` + 1 to `last`. Use as a context manager."""
 
     def __init__(self, first: int, last: int) -> None:
-        self.steps = Phase("step", last, first=first)
+        self.steps = Phase(STEPS, last, first=first)
         self.every = math.ceil(last / STEP_LINES)
         self.gap = "  "  # of lines on a pipe, until one would be too wide
 
@@ -249,4 +259,4 @@ class StepProgress:
         log.info("  ".join(parts))
         if step in (first + 1, last) or step % self.every == 0 or watch.is_silent(0.5):
             self.gap = self.gap if len(self.gap.join(parts)) <= WIDTH else " "
-            watch.say(self.gap.join(parts))
+            watch.say(self.gap.join(parts), of_step=True)

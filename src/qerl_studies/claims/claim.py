@@ -118,6 +118,13 @@ class ClaimResult:
         return [result for result in self.contrasts if result.contrast.votes]
 
 
+def is_touched(result: ClaimResult) -> bool:
+    """Whether runs say anything of it: an effect, or a reason that is another than that there are none of an arm."""
+    has_effect = any(one.effect is not None for one in result.voting)
+    lacking = [one == NO_RUNS or one.startswith(f"{NO_RUNS} of ") for one in result.reason.split("; ")]
+    return has_effect or not all(lacking)
+
+
 def greedy_text(claim_result: ClaimResult, result: ContrastResult) -> str:
     """The effect on greedy answers of the same contrast, or why there is none."""
     if claim_result.greedy is None:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from qerl_core.checks import require
-from qerl_studies.claims.claim import NO_RUNS, ClaimResult
+from qerl_studies.claims.claim import ClaimResult, is_touched
 from qerl_studies.claims.evaluate import evaluate_claims
 from qerl_studies.claims.registry import QERL, families, shown_claims, with_own_folders
 from qerl_studies.design.looks import shown_runs, with_primary
@@ -72,13 +72,6 @@ def shown_results(results: Sequence[ClaimResult], everything: bool) -> list[str]
     count = f"{len(told)} of {len(results)} claims touched by these runs; {others} need others."
     folded = [f"{count}\n--all shows them; the files name the commands that make their runs."] if others else []
     return [*([summary_text(results, told)] if told else []), *folded]
-
-
-def is_touched(result: ClaimResult) -> bool:
-    """Whether runs say anything of it: an effect, or a reason that is another than that there are none of an arm."""
-    has_effect = any(one.effect is not None for one in result.voting)
-    lacking = [one == NO_RUNS or one.startswith(f"{NO_RUNS} of ") for one in result.reason.split("; ")]
-    return has_effect or not all(lacking)
 
 
 def primary_pages(folders: Iterable[Path]) -> str:

@@ -2,6 +2,7 @@
 
     qerl-bench compare runs/FIRST runs/SECOND
     qerl-bench compare 'runs/*-nvfp4-none-*' 'runs/*-bf16-none-*'     # two arms: quote the patterns
+    qerl-bench compare runs/FIRST runs/SECOND format=latex out=paper    # writes paper/compare.tex
 
 First the numbers that one looks at first, even if both arms have the same, then these by step, then all others that
 differ. Numbers of training are means over the last fifth of the steps, those of evaluations the last ones. Differences
@@ -17,13 +18,15 @@ import math
 from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from qerl_core.checks import require
 from qerl_core.metrics.definitions import definitions
 from qerl_core.options.fingerprint import flat, scientific
-from qerl_core.process.arguments import KeyValueParser
+from qerl_core.process.arguments import KeyValueParser, output_folder
 from qerl_core.statistics import Estimate
 from qerl_studies.design.looks import shown_runs
 from qerl_studies.figures.headline import HEADLINES, Headline, by_step, mean_of, paired, value_of
@@ -31,6 +34,7 @@ from qerl_studies.runs.committed import find_study, is_study, read_study
 from qerl_studies.runs.comparable import check_comparable
 from qerl_studies.runs.environments import is_reported
 from qerl_studies.runs.load import Cell, Run, load_run
+from qerl_studies.tables.paper import Table, add_format, write_table
 
 Arm = dict[Cell, Run]
 KINDS = ("train", "eval")  # of records that have numbers to compare
@@ -43,6 +47,8 @@ def main(arguments: list[str] | None = None) -> None:
     for name in ("first", "second"):
         parser.add_argument(name, help="a run, a folder of runs, or a quoted pattern of runs")
     parser.add_argument("--mixed-code", action="store_true", help="accept runs of different versions of the code")
+    add_format(parser, default=None)
+    parser.add_argument("--out", type=output_folder, default="figures", help="its folder (default: figures)")
     options, more = parser.parse_known_args(arguments)
     require(
         not more,
@@ -53,7 +59,10 @@ def main(arguments: list[str] | None = None) -> None:
     runs = [[load_run(path) for path in paths(pattern)] for pattern in patterns]
     together = {run.path: run for arm in runs for run in arm}
     check_comparable([*together.values()], options.mixed_code)
-    print(comparison(patterns, *(arm_of(pattern, arm) for pattern, arm in zip(patterns, runs, strict=True))))
+    first, second = (arm_of(pattern, arm) for pattern, arm in zip(patterns, runs, strict=True))
+    print(comparison(patterns, first, second))
+    if options.format:
+        print(f"\n{write_table(as_table(first, second), options.format, options.out)}")
 
 
 def paths(pattern: str) -> list[Path]:
@@ -94,7 +103,8 @@ def comparison(names: tuple[str, str], first: Arm, second: Arm) -> str:
     parts = [f"first   {names[0]}  ({_count(first)})", f"second  {names[1]}  ({_count(second)})", ""]
     parts += [_table(("option", "first", "second"), options)] if options else ["no option differs"]
     header = ("number", "first", "second", "first - second", "95 % interval")
-    chosen, others = number_rows(first, second)
+    rows = number_rows(first, second)
+    chosen, others = ([row.texts for row in rows if row.leading == leading] for leading in (True, False))
     parts += ["", _table(header, chosen)] if chosen else []
     parts += [f"\n{table}" for one in CURVES if (table := step_table(one, first, second))]
     parts += ["", _table(header, others)] if others else []
@@ -125,27 +135,67 @@ def _options(arm: Arm) -> dict[str, tuple[str, ...]]:
     return {key: tuple(sorted(texts)) for key, texts in values.items()}
 
 
-def number_rows(first: Arm, second: Arm) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """The rows of HEADLINES, and those of other numbers that differ, in the order of their definitions.
+class NumberRow(NamedTuple):
+    """One number of two arms: their means, NaN for what an arm has not, and the difference of pairs."""
 
-    What only one arm has stands there with a dash.
-    """
+    name: str
+    leading: bool  # of HEADLINES
+    first: float
+    second: float
+    difference: Estimate | None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        means = [f"{mean:.4g}" if math.isfinite(mean) else "-" for mean in (self.first, self.second)]
+        return (self.name, *means, *_difference(self.difference))
+
+
+def number_rows(first: Arm, second: Arm) -> list[NumberRow]:
+    """Those of HEADLINES, and behind them other numbers that differ, in the order of their definitions."""
     written = {(kind, str(name)) for arm in (first, second) for run in arm.values() for kind, name in _written(run)}
     order = {name: place for place, name in enumerate(definitions())}
     common = sorted(first.keys() & second.keys())
     leading = [(one.kind, one.metric) for one in HEADLINES if (one.kind, one.metric) in written]
     rest = sorted(written - {*leading}, key=lambda pair: (pair[0] != "eval", order.get(pair[1], len(order)), pair))
-    chosen, others = [], []
+    rows = []
     for kind, name in (*leading, *rest):
-        means = [mean_of(arm, lambda run, kind=kind, name=name: value_of(run, kind, name)) for arm in (first, second)]
+        one, other = (
+            mean_of(arm, lambda run, kind=kind, name=name: value_of(run, kind, name)) for arm in (first, second)
+        )
         difference = paired(first, second, common, kind, name)
-        shown = [f"{mean:.4g}" if math.isfinite(mean) else "-" for mean in means]
-        row = (name, *shown, *_difference(difference))
-        if (kind, name) in leading:
-            chosen.append(row)
-        elif means[0] != means[1] or (difference is not None and difference.value != 0):
-            others.append(row)
-    return chosen, others
+        if (kind, name) in leading or one != other or (difference is not None and difference.value != 0):
+            rows.append(NumberRow(name, (kind, name) in leading, one, other, difference))
+    return rows
+
+
+def as_table(first: Arm, second: Arm) -> Table:
+    """The numbers that one looks at first, for a paper, and for programs all that differ; options are in the caption.
+
+    Of a pair without an interval the columns low and high are empty.
+    """
+    rows = number_rows(first, second)
+    ends = [row.difference if row.difference and row.difference.has_interval else None for row in rows]
+    numbers = pd.DataFrame({
+        "number": [row.name for row in rows],
+        "first": [row.first for row in rows],
+        "second": [row.second for row in rows],
+        "difference": [row.difference.value if row.difference else math.nan for row in rows],
+        "low": [one.low if one else math.nan for one in ends],
+        "high": [one.high if one else math.nan for one in ends],
+        "n": [row.difference.n if row.difference else 0 for row in rows],
+    })  # fmt: skip
+    heads = ("number", "first", "second", "difference", "95 % interval")
+    titles = {one.metric: one.title for one in HEADLINES}
+    shown = pd.DataFrame([(titles[row.name], *row.texts[1:]) for row in rows if row.leading], columns=heads)
+    options = [f"{key} {one} (first) and {other} (second)" for key, one, other in option_rows(first, second)]
+    caption = [
+        f"Two arms of {_count(first)} and {_count(second)}, which differ in {'; '.join(options) or 'no option'}.",
+        "Numbers of training are means over the last fifth of the steps, those of evaluations the last ones. "
+        "Differences are of runs with one base model and seed; intervals are Student's t over bases, or over the "
+        "seeds of one base, and of accuracies whose answers were kept for other questions too.",
+        *filter(None, notes(first, second)),
+    ]
+    return Table("compare", numbers, shown, " ".join(caption))
 
 
 def step_table(headline: Headline, first: Arm, second: Arm) -> str:

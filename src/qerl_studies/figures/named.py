@@ -25,6 +25,7 @@ from qerl_studies.runs.measure import Measure, final_accuracy, median_after_warm
 from qerl_studies.runs.settings import Study
 from qerl_studies.tables.advantage_collapse import advantage_collapse
 from qerl_studies.tables.paper import Table
+from qerl_studies.tables.runs import runs_table
 from qerl_studies.tables.step_times import step_times
 
 FORMATS = ("quant.", "quantizer.")
@@ -128,6 +129,7 @@ FIGURES = {
     "overview": Named("formats over all settings that they share: interquartile mean", all_runs, all_settings),
     "ranks": Named("reward and accuracy by LoRA rank, and minus rank 32", Differing(RANKS), ranks),
     "reward": Named("reward by step: formats minus BF16", Differing(FORMATS, unfinished=True), reward),
+    "runs": Named("options, accuracy and cost of each run: a table alone", all_runs, None, runs_table),
     "schedules": Named("noise schedules: sigma by step, results minus exp", Differing(("aqn.name",)), schedules),
     "sigma": Named("constant noise of each sigma minus none, by format", CONSTANT, sigma, sigma_table),
     "speed": Named("speed and memory of steps that trained, by format and noise", Differing(NOISE), speed),

@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -30,9 +31,11 @@ class Differing:
     of: Callable[[Iterable[Run]], Iterable[Run]] = list
 
     def __call__(self, options: Namespace) -> Study:
-        runs = all_runs(options)
+        return self.among(all_runs(options), options.also)
+
+    def among(self, runs: Sequence[Run], also: Sequence[str]) -> Study:
         keys = {key for run in runs for key in run.config_items}
-        unknown = [key for key in options.also if not any(known.startswith(key) for known in keys)]
+        unknown = [key for key in also if not any(known.startswith(key) for known in keys)]
         require(
             not unknown,
             f"also={','.join(unknown)}: no config key of these runs begins so; it is a key such as optim.lr, or a "
@@ -43,7 +46,7 @@ class Differing:
                 effect = "its setting ends at the step that it has reached" if self.unfinished else "it is left out"
                 print(f"{run.name} is not finished: {effect}", file=sys.stderr)
         chosen = self.of([run for run in runs if run.finished or self.unfinished])
-        return select([*chosen], [*self.factors, *options.also])
+        return select([*chosen], [*self.factors, *also])
 
 
 def select(runs: Sequence[Run], factors: Sequence[str]) -> Study:
@@ -53,6 +56,13 @@ def select(runs: Sequence[Run], factors: Sequence[str]) -> Study:
         what = f"the largest set that differs in {', '.join(factors)} alone"
         print(f"compared: {len(study.runs)} of {len(runs)} runs, {what}", file=sys.stderr)
     return study
+
+
+def found_in(read: Callable[[Namespace], Any], runs: Sequence[Run], options: Namespace) -> Any:
+    """What `read` finds in runs that are loaded, in place of the folders of `options`."""
+    if isinstance(read, Differing):
+        return read.among(runs, options.also)
+    return runs if read is all_runs else read(Namespace(runs=[run.path for run in runs], without=[]))
 
 
 def all_runs(options: Namespace) -> list[Run]:

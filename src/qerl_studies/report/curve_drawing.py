@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
+from matplotlib.ticker import MaxNLocator
 
 from qerl_core.statistics import Estimate
 from qerl_studies.figures.headline import Headline, by_step
@@ -76,11 +77,20 @@ def _axes(frame: Frame, form: str) -> Markup:
     text = Markup('<text x="{}" y="{}" text-anchor="{}">{}</text>')
     left, right, bottom = LEFT, WIDTH - RIGHT, HEIGHT - BOTTOM
     parts = [line.format(left, right, bottom, bottom), line.format(left, left, TOP, bottom)]
-    for value in (frame.low, (frame.low + frame.high) / 2, frame.high):
-        parts.append(text.format(left - 6, f"{frame.y(value) + 4:.1f}", "end", f"{value:{form}}"))
-    for step in (0, frame.last / 2, frame.last):
+    for value in round_ticks(frame.low, frame.high):
+        shown = f"{100 * value:.6g}%" if "%" in form else f"{value:.6g}"
+        parts.append(text.format(left - 6, f"{frame.y(value) + 4:.1f}", "end", shown))
+    for step in round_ticks(0, frame.last, integer=True):
         parts.append(text.format(f"{frame.x(step):.1f}", bottom + 16, "middle", f"{step:.0f}"))
     return Markup("").join([*parts, text.format((left + right) / 2, HEIGHT - 4, "middle", "step")])
+
+
+def round_ticks(low: float, high: float, integer: bool = False) -> list[float]:
+    """Up to six round numbers from `low` to `high`, of steps whole ones."""
+    fewest = 1 if integer else 3
+    found = MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10], integer=integer, min_n_ticks=fewest).tick_values(low, high)
+    room = 1e-9 * (high - low)
+    return [round(float(tick), 12) for tick in found if low - room <= tick <= high + room]
 
 
 def _arm(frame: Frame, arm: DrawnArm, curve: Curve, form: str) -> Markup:

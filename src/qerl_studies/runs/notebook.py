@@ -1,4 +1,4 @@
-"""What the notebooks share: the runs that are there, and a word where there is nothing to draw yet."""
+"""What the notebooks share: where runs are, and a word where there is nothing to draw yet."""
 
 from __future__ import annotations
 
@@ -8,34 +8,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from qerl_core.checks import ConfigError, require
-from qerl_studies.runs.find import find_runs
-from qerl_studies.runs.load import Run, load_run
+from qerl_studies.runs.load import Run
 
 T = TypeVar("T")
 COMPARISON = "python src/run.py -m quant=bf16,nvfp4 aqn=none,exp seed=0,1"
 
 
-def finished_runs() -> list[Run]:
-    """The finished runs in $QERL_ROOT/runs, by default in the checkout's; prints what is left out, and why."""
-    folder = Path(os.environ.get("QERL_ROOT", ".."), "runs")
-    runs = []
-    for path in _found(folder):
-        try:
-            require(load_run(path, metrics=False).finished, f"{path} is not finished; the same command continues it")
-            runs.append(load_run(path))
-        except ConfigError as error:
-            print("left out:", error)
-    print(f"{len(runs)} finished runs in {folder}")
-    if not runs:
-        print("`make run` makes one in a few minutes; QERL_ROOT=FOLDER, set before Jupyter starts, reads FOLDER/runs")
-    return runs
-
-
-def _found(folder: Path) -> list[Path]:
-    try:
-        return find_runs(folder)
-    except ConfigError:  # no such folder, or no run in it
-        return []
+def runs_folder() -> Path:
+    """Where runs are written, as notebooks/ sees it: $QERL_ROOT/runs, by default the checkout's."""
+    return Path(os.environ.get("QERL_ROOT", ".."), "runs")
 
 
 def first_with_rollouts(runs: Sequence[Run]) -> Run:

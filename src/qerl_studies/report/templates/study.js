@@ -11,6 +11,7 @@ function fits(axes, filters) { // `axes` has one value of each axis, or a list; 
 }
 const effectFits = (effect, filters) =>
   fits(effect.axes, filters) && (!filters.verdict || effect.verdict === filters.verdict);
+const compared = data.effects.filter((effect) => effect.pairs); // those that have their runs
 const visible = () => data.effects.filter((effect) => effectFits(effect, chosen()));
 const runsLeft = () => data.runs.filter((run) => fits(run.axes, chosen()));
 
@@ -25,8 +26,9 @@ function apply() {
     row.hidden = !fits(data.runs[row.dataset.run].axes, filters);
   for (const part of document.querySelectorAll("[data-axes]"))
     part.toggleAttribute("hidden", !fits(JSON.parse(part.dataset.axes), filters));
-  $("counts").textContent = `${left.size} of ${data.effects.length} comparisons, ${runsLeft().length} of ` +
-    `${data.runs.length} runs`;
+  const paired = [...left].filter((place) => data.effects[place].pairs);
+  $("counts").textContent = (compared.length ? `${paired.length} of ${compared.length} comparisons, ` : "") +
+    `${runsLeft().length} of ${data.runs.length} runs`;
   drawOverview();
   drawClaims();
   drawDoses();
@@ -252,6 +254,9 @@ function drawDoses() {
 
 // --- start ---
 
+$("of-all").hidden = !compared.some((effect) => effect.role === "primary");
+$("of-pairs").hidden = !compared.length;
+$("of-doses").hidden = !data.doses.length;
 form.hidden = $("drawn").hidden = $("save-runs").hidden = $("save-effects").hidden = false;
 $("legend").append(...Object.entries(data.colors).map(([format, shade]) => {
   const dot = element("i");
