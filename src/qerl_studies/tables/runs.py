@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
@@ -65,8 +65,8 @@ def runs_table(runs: Sequence[Run]) -> Table:
     return Table("runs", numbers, pd.DataFrame(shown), " ".join([*caption, *said]))
 
 
-def _any(column: pd.Series) -> bool:
-    return bool(column.notna().to_numpy().any())
+def _any(column: Iterable[float]) -> bool:
+    return any(not math.isnan(value) for value in column)
 
 
 def _share(value: float, error: float, sign: str) -> str:
