@@ -33,12 +33,15 @@ def kv_check(policy: Policy, where: str) -> dict[str, Any]:
     if not kinds:
         return {}
     ids = probe_ids(policy.model)[:TOKENS]
-    with policy.kv.watching() as attended:
+    with policy.kv.watching() as (_, trained):
         policy.model(input_ids=ids[None], use_cache=False)
-    with policy.kv.watching() as written, policy.kv.sampling(at_pages=True):
+    with policy.kv.watching() as (written, read), policy.kv.sampling(at_pages=True):
         prefill(policy, [ids.tolist()])
     layers = {seen.layer for seen in written}
-    missed = layers - {seen.layer for seen in attended}
+    missed = layers - {seen.layer for seen in trained}
+    other = sorted(
+        {str(seen.layer) for seen in written for one in read if one.layer == seen.layer and not _equal(seen, one)}
+    )
     for key, kind in kinds.items():
         require(
             bool(layers),
@@ -46,23 +49,36 @@ def kv_check(policy: Policy, where: str) -> dict[str, Any]:
             f"states. Use {key}=none, or another model",
         )
         require(
+            not other,
+            f"{key}={kind} rounds keys and values that layers attend to, after rotation, and {where} writes something "
+            f"else, such as latents, in layers {', '.join(other)}. Use {key}=none, or another model",
+        )
+        require(
             key != "train.kv" or not missed,
             f"{key}={kind} rounds keys and values before training passes attend to them, and {len(missed)} of the "
             f"{len(layers)} layers of {where} that write some attend by a function of their own. Use {key}=none, or "
             "another model",
         )
-        for seen in attended if key == "train.kv" else written:
+        for seen in trained if key == "train.kv" else written:
             _check(key, kind, seen, where)
     said = ", ".join(f"{key}={kind}" for key, kind in kinds.items())
     log.info("keys and values of %d layers are rounded: %s", len(layers), said)
     return {"kv_layers": len(layers)}
 
 
-def _check(key: str, kind: str, seen: Seen, where: str) -> None:
-    what = f"the {seen.what} of layer {seen.layer} of {where}"
-    require_width(key, kind, what, seen.width)
-    require(
-        seen.finite,
-        f"{key}={kind} needs a finite scale for each token and head, and {what} are NaN or infinite in a first text. "
-        f"Use {key}=none or a model.dtype of wider range, or repair the checkpoint",
+def _equal(left: Seen, right: Seen) -> bool:
+    return all(
+        a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+        for a, b in ((left.key, right.key), (left.value, right.value))
     )
+
+
+def _check(key: str, kind: str, seen: Seen, where: str) -> None:
+    for name, x in (("keys", seen.key), ("values", seen.value)):
+        what = f"the {name} of layer {seen.layer} of {where}"
+        require_width(key, kind, what, x.shape[-1])
+        require(
+            bool(x.isfinite().all()),
+            f"{key}={kind} needs a finite scale for each token and head, and {what} are NaN or infinite in a first "
+            f"text. Use {key}=none or a model.dtype of wider range, or repair the checkpoint",
+        )

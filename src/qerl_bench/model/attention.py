@@ -69,7 +69,7 @@ def attention(
     tokens; mask and attention are then those of the right-padded rectangle.
     """
     if (rounding := getattr(module, KEYS_VALUES, None)) is not None:
-        key, value = rounding.attended(module, key, value)
+        key, value = rounding.attended(getattr(module, "layer_idx", None), key, value)
     if attention_mask is not None and attention_mask.numel() == 0:
         attention_mask = None  # causal; without `packing`, as some models drop it, sequences mix (`mixes_sequences`)
     sinks, softcap = options.get("s_aux"), options.get("softcap")

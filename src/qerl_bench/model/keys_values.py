@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache
@@ -24,14 +23,12 @@ REASON = "keys and values are rounded"  # why a recorded path is not taken
 ATTRIBUTE = "keys_values"  # of each module of a model whose keys and values are rounded
 
 
-@dataclass(frozen=True)
-class Seen:
-    """Keys or values of one layer in a pass that is looked at."""
+class Seen(NamedTuple):
+    """Keys and values (B, KV, T, D) of one layer in a pass that is looked at."""
 
-    what: str  # "keys" | "values"
     layer: int | None
-    width: int
-    finite: bool
+    key: torch.Tensor
+    value: torch.Tensor
 
 
 class KVRounding:
@@ -45,21 +42,25 @@ class KVRounding:
         self.on, self.fused, self.at_pages = True, True, False
         self.counts = torch.zeros(2, dtype=torch.long, device=device)  # of numbers: lost, of how many
         self.scales = torch.zeros(2, dtype=torch.long, device=device)  # of tokens and heads: fallen back, of how many
-        self.seen: list[Seen] | None = None
+        self.watched: tuple[list[Seen], list[Seen]] | None = None
 
-    def __call__(self, key: torch.Tensor, value: torch.Tensor, layer: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.seen is not None:
-            for what, x in (("keys", key), ("values", value)):
-                self.seen.append(Seen(what, layer, x.shape[-1], bool(x.isfinite().all())))
-            return key, value
-        if not self.on or self.kind == NOT_ROUNDED:
+    def written(self, layer: int | None, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a cache keeps of the tokens that a layer writes."""
+        if self.watched is not None:
+            self.watched[0].append(Seen(layer, key, value))
+        return self(key, value)
+
+    def attended(self, layer: int | None, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a layer attends to: as it is where it was rounded when it was written."""
+        if self.watched is not None:
+            self.watched[1].append(Seen(layer, key, value))
+        return (key, value) if self.at_pages else self(key, value)
+
+    def __call__(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.on or self.kind == NOT_ROUNDED or self.watched is not None:
             return key, value
         rounded: Any = tuple(_StraightThrough.apply(x, self) for x in (key, value))
         return rounded
-
-    def attended(self, module: Any, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a layer attends to: as it is where it was rounded when it was written."""
-        return (key, value) if self.at_pages else self(key, value, getattr(module, "layer_idx", None))
 
     @contextmanager
     def sampling(self, at_pages: bool) -> Iterator[None]:
@@ -91,13 +92,13 @@ class KVRounding:
             self.on = on
 
     @contextmanager
-    def watching(self) -> Iterator[list[Seen]]:
-        """Context in which keys and values stay as they are and are noted down."""
-        self.seen = seen = []
+    def watching(self) -> Iterator[tuple[list[Seen], list[Seen]]]:
+        """Context in which nothing is rounded; what layers write to a cache, and what they attend to."""
+        self.watched = [], []
         try:
-            yield seen
+            yield self.watched
         finally:
-            self.seen = None
+            self.watched = None
 
     def take(self) -> dict[str, tuple[int, int]]:
         """Counts since the last call, by metric: how many, of how many. Waits for the device."""
@@ -132,8 +133,8 @@ class RoundedCache(DynamicCache):
         self.rounding = rounding
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        key, value = self.rounding(key_states, value_states, layer_idx)
-        return super().update(key, value, layer_idx, *args, **kwargs)
+        kept = self.rounding.written(layer_idx, key_states, value_states)
+        return super().update(*kept, layer_idx, *args, **kwargs)
 
 
 def round_keys_values(model: torch.nn.Module, kinds: Kinds, device: torch.device) -> KVRounding:
