@@ -388,7 +388,7 @@ def test_attention_without_the_mark_is_untouched() -> None:
     plain, _ = attention(module, query, key, value, None)
     setattr(module, ATTRIBUTE, _on("int8"))
     rounded, _ = attention(module, query, key, value, None)
-    by_hand, _ = attention(torch.nn.Module(), query, *(round_blocks(x, "int8") for x in (key, value)), None)
+    by_hand, _ = attention(torch.nn.Module(), query, round_blocks(key, "int8"), round_blocks(value, "int8"), None)
     assert torch.equal(rounded, by_hand) and not torch.equal(rounded, plain)
     with ExitStack() as stack:
         stack.enter_context(getattr(module, ATTRIBUTE).sampling(at_pages=True))
