@@ -32,7 +32,7 @@ OF_TRAINING = {
     *("algo", "reward", "kl", "importance_sampling", "optim", "aqn", "noise"),
 }
 OF_TRAINING_IN = {  # fields of an option; the device is in the key by its name
-    "rollout": ("prompts_per_step", "group_size", "temperature", "lag", "kv"),
+    "rollout": ("prompts_per_step", "group_size", "temperature", "lag"),
     "train": (
         *("updates_per_batch", "micro_batch_tokens", "mismatch_share"),
         *("entropy_coef", "on_nonfinite", "kept_groups"),

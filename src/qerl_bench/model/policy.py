@@ -88,7 +88,9 @@ class Policy:
         self.adapter = adapter
         self.head = head_of(model)
         self.packing = prepare_attention(decoder_of(model)) and packing
-        self.norms = {site.name: model.get_submodule(site.name) for site in structure.sites}
+        self.norms: Mapping[str, torch.nn.Module] = {
+            site.name: model.get_submodule(site.name) for site in structure.sites
+        }
         require(
             len(self.norms) > 0 or not train_norms,
             "lora.train_norms=true trains the norms whose output is the input of linear layers, and "
