@@ -58,6 +58,8 @@ KINDS: dict[str, Encode] = {
     "fp8": _symmetric("fp8"),
     "int8": _symmetric("int8"),
 }
+# What the largest magnitude of a row is divided by for its scale.
+SPANS = {"nvfp4": nvfp4.E4M3_MAX * e2m1.MAX, **{name: symmetric.CODES[name].span for name in ("fp8", "int8")}}
 
 
 def round_blocks(x: torch.Tensor, kind: str) -> torch.Tensor:
@@ -70,6 +72,16 @@ def round_blocks(x: torch.Tensor, kind: str) -> torch.Tensor:
     values, unit = KINDS[kind](x.reshape(-1, x.shape[-1]))
     rounded = (values * unit.unsqueeze(-1)).view(x.shape).to(x.dtype)
     return torch.where(x.isfinite(), rounded, x)
+
+
+def fallen_back(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """How many rows of x (..., K), int64 (), get no scale from their largest magnitude: it is 0, or too small for one.
+
+    Their scale is then 1 if `kind` is nvfp4, and an epsilon if it is fp8 or int8.
+    """
+    largest = x.abs().amax(dim=-1).to(torch.float32 if kind == "nvfp4" else x.dtype)
+    wanted = largest / largest.new_full((), SPANS[kind])
+    return (wanted < torch.finfo(torch.float32).eps if kind == "int8" else wanted == 0).sum()
 
 
 def round_rows(

@@ -20,6 +20,7 @@ from qerl_bench.eval.untrained import evaluation_of, key_of_untrained
 from qerl_bench.eval.validation import metrics_of_validation, reduced
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.check_cache import exclusively, locks, recall, remember
+from qerl_bench.quant.kv_kinds import kv_record
 from qerl_bench.run_setup import Setup, on_base_of
 from qerl_bench.train.nonfinite import blaming
 from qerl_core.process.out_of_memory import memory_for
@@ -38,10 +39,11 @@ def evaluate_policy(
     experiment, policy, engine, run, state, world = setup
     other = experiment.answering if other is None else other
     with on_base_of(other, key, experiment, policy, engine, state) as (evaluated, sampler):
-        evaluation = evaluator.evaluate(evaluated, sampler, experiment.task, run, experiment.seed, world)
+        with evaluated.kv.answering():
+            evaluation = evaluator.evaluate(evaluated, sampler, experiment.task, run, experiment.seed, world)
         sampler.sleep()  # training needs its memory, and its counts are those of an evaluation
     quant = experiment.merged_into or experiment.quant if other is experiment else other.quant
-    settings = {"quant": quant.name, "quantizer": other.quantizer.name}
+    settings = {"quant": quant.name, "quantizer": other.quantizer.name} | kv_record(eval=evaluated.kv.kinds.eval)
     return evaluation and replace(evaluation, settings=evaluation.settings | settings)
 
 

@@ -42,8 +42,10 @@ from qerl_bench.evaluation import answers_in_other_formats, evaluate, validate
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.logger.base import MetricsMirror, no_mirror
 from qerl_bench.model.policy import Policy
+from qerl_bench.model.rounded import shares, take_counts
 from qerl_bench.parallel import ALONE, World, largest
 from qerl_bench.quant.error_decomposition import write_layers
+from qerl_bench.quant.kv_kinds import kv_record
 from qerl_bench.run_setup import Setup, on_base_of, prepare_device, require_places, set_up
 from qerl_bench.task.graded import all_checked
 from qerl_bench.train.batch import demonstration_batch, rollout_batch
@@ -129,9 +131,8 @@ def run_steps(setup: Setup, config: dict[str, Any]) -> None:
         on_base_of(experiment.sampled, "rollout.quant", experiment, policy, engine, state) as (other, sampler),
     ):
         sampled, copies = experiment.sampled.quant, 1 + (sampler is not engine) + rollout.merge
-        weights = {"quant": sampled.name, "activations": sampled.activations} | (
-            {"copies_of_weights": copies} if copies > 1 else {}
-        )
+        weights = {"quant": sampled.name, "activations": sampled.activations} | kv_record(**vars(policy.kv.kinds))
+        weights |= {"copies_of_weights": copies} if copies > 1 else {}
         if rollout.merge:
             assert other.merging is not None
             sampler = MergingEngine(sampler, other.merging)
@@ -201,12 +202,9 @@ def train_step(setup: Setup, optimizer: torch.optim.Optimizer, lag: Lag, step: i
         columns: dict[int, TokenColumns] = {}
         try:
             with timer("train"):
-                if policy.rounding is not None:
-                    policy.rounding.take()  # what was sampled since
+                take_counts(policy)  # of what was sampled since
                 step_metrics |= update(experiment, policy, optimizer, batch, run, step, world, columns, state)
-                if policy.rounding is not None:
-                    counts = world.gather(policy.rounding.take())
-                    step_metrics["activations/underflow"] = compute.ratio(counts)
+                step_metrics |= shares(world.gather(take_counts(policy)))
         finally:  # completions of a step that failed are needed to look into it
             kept = groups[: experiment.train.kept_groups]
             advantages = batch.advantages.tolist()

@@ -23,6 +23,7 @@ from qerl_bench.model.base import Model
 from qerl_bench.model.context import context_of
 from qerl_bench.parallel import ParallelSpec
 from qerl_bench.quant.base import BlockFormat, WeightFormat
+from qerl_bench.quant.kv_kinds import kinds_of
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.reward.base import RewardSource
 from qerl_bench.task.base import Task
@@ -108,12 +109,12 @@ class Experiment:
         self._check_evaluations()
         shape = self.model.config() or {}
         self._check_lengths(context_of(shape))
-        for key in ("hidden_size", "intermediate_size"):
-            if key in shape:
-                self.quant.check_width(f"model={self.model.name}, {key}", shape[key])
+        for key in filter(shape.__contains__, ("hidden_size", "intermediate_size")):
+            self.quant.check_width(f"model={self.model.name}, {key}", shape[key])
         self.aqn.check_with(self.quant, self.noise)
         longest_completion = max(self.task.max_completion_tokens, getattr(self.eval, "max_tokens", None) or 0)
         self.engine.check_with(shape, self.model.dtype, self.lora.rank, longest_completion)
+        kinds_of(self).check(self.engine.name, self.engine.kv_formats, shape, self.model.name)
         self.task.check_with(self.algo, self.eval.name, self.rollout.group_size)
         check_reward(self.task)
         self.reward.check_with(self.algo)
@@ -251,8 +252,7 @@ class Experiment:
             f"rollout.activations={activations} rounds the inputs of packed layers, and quant={quant.name} packs none. "
             "Sample from packed weights, rollout.quant=..., or leave rollout.activations out",
         )
-        if quant.bits_per_weight is None:
-            quantizer = option("quantizer", "rtn")
+        quantizer = option("quantizer", "rtn") if quant.bits_per_weight is None else quantizer
         others = {"quant": None, "quantizer": None, "also": ()}
         left_out = {name: value for name, value in others.items() if getattr(self.eval, name, None)}
         own_eval = {"eval": replace(self.eval, **left_out)} if left_out else {}  # type: ignore[type-var]

@@ -24,6 +24,7 @@ from qerl_bench.model.adapters import adapted_layers
 from qerl_bench.model.base import Model, require_writable, source_of
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.kernels import require_compiler
+from qerl_bench.model.keys_values import round_keys_values
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.merging import merging_of
 from qerl_bench.model.other_base import share_all_but_base
@@ -32,6 +33,7 @@ from qerl_bench.model.recompute import keep_matmuls, recompute_blocks
 from qerl_bench.model.structure import NormSite, Structure, structure_of
 from qerl_bench.quant.activations import round_inputs
 from qerl_bench.quant.error_decomposition import LayerReport
+from qerl_bench.quant.kv_kinds import kinds_of
 from qerl_bench.quant.packed_share import routers
 from qerl_bench.task.base import Task
 from qerl_core.checks import ConfigError, TrainingStopped, naming, require
@@ -137,6 +139,8 @@ def build_policy(experiment: Experiment, base: Path | None, device: str, like: P
             merging=merging,
         )
         policy.rescaling, policy.calibration = loaded.rescaling, loaded.calibration
+        policy.kv = round_keys_values(model, kinds_of(experiment), policy.device)
+        policy.kv.fused = policy.fused
         if rounding is not None:
             rounding.fused = policy.fused
         if like is not None:

@@ -14,6 +14,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from qerl_bench.engine.base import EngineSpec, RolloutEngine, innermost
+from qerl_bench.engine.kv_check import kv_check
 from qerl_bench.engine.reference_generation import refusing_model_errors
 from qerl_bench.engine.sampled_check import sampled_check
 from qerl_bench.engine.shared import SharedEngine
@@ -26,6 +27,7 @@ from qerl_bench.model.hub import HubModel
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import preflight
 from qerl_bench.model.reference_model import Origin
+from qerl_bench.model.rounded import unrounded
 from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.quant.base import WeightFormat
@@ -175,6 +177,7 @@ def checked_engine(
         "lora": experiment.lora,
         "engine": engine,
         "merged_into": experiment.merged_into,  # which keeps passes from being recorded
+        "kv": policy.kv.kinds,  # the same
     }
     device = policy.device.type
     key = key_of(policy.digest, folder, model.remote_code(), experiment.quantizer, options, device)
@@ -183,13 +186,14 @@ def checked_engine(
         phase("comparing the trainer with plain transformers"),
         refusing_model_errors(f"the trainer cannot compute {where}", remedy="model.dtype=float32, or another model"),
     ):
-        checked = preflight(policy, experiment.quant, where, known)
+        checked = kv_check(policy, where)
+        checked |= preflight(policy, experiment.quant, where, known)
     with phase("preparing the engine"):
         built = engine.build(policy)
     with closing(built), state.joined_by(innermost(built)):
         if known is None:
             source = Origin(folder, model.trust_remote_code, experiment.quantizer.rescales)
-            with phase("comparing the engine with plain transformers"), policy.without_rounding():
+            with phase("comparing the engine with plain transformers"), unrounded(policy):
                 checked |= sampled_check(policy, built, source, where)
             passed = {name: value for name, value in checked.items() if name in COMPARED}
             if "sampled_gap" in passed or "sampled_gap_float32" in passed:

@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from qerl_bench.engine import hf_reference
 from qerl_bench.engine.base import Sampling, require_room
 from qerl_bench.engine.hf import HF, HFEngine, request_key
 from qerl_bench.engine.hf_reference import decode
+from qerl_bench.model import keys_values
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.train.batch import make_batch
 from qerl_core.checks import ConfigError
@@ -240,7 +240,7 @@ def test_no_cache_outlives_a_call(policy: Any, monkeypatch: pytest.MonkeyPatch) 
             super().__init__(*args, **kwargs)
             caches.append(weakref.ref(self))
 
-    monkeypatch.setattr(hf_reference, "DynamicCache", Watched)
+    monkeypatch.setattr(keys_values, "DynamicCache", Watched)
     engine = HFEngine(policy, max_num_seqs=8)
     rollouts = engine.generate(_prompts(), _sampling())
     gc.collect()

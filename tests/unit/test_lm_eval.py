@@ -75,7 +75,7 @@ class OtherEngine:
 
 def through_lm_eval(policy, engine, task, folder):
     pytest.importorskip("lm_eval")
-    spec = LMEval(name="lm_eval", protocol="held_out", questions=QUESTIONS, quant=None, quantizer=None)
+    spec = LMEval(name="lm_eval", protocol="held_out", questions=QUESTIONS, quant=None, quantizer=None, kv=None)
     return spec.evaluate(policy, engine, task, SimpleNamespace(path=folder), seed=0)
 
 
@@ -94,6 +94,7 @@ def through_task(policy, engine, task, folder):
         at_greedy=True,
         quant=None,
         quantizer=None,
+        kv=None,
         also=(),
     )
     return spec.evaluate(policy, engine, task, SimpleNamespace(path=folder), seed=0)
@@ -222,13 +223,13 @@ def test_the_task_written_down_is_the_task(make_experiment, name):
 @pytest.mark.parametrize("questions", [0, -1, 2.5, True, "all"])
 def test_questions_is_a_count_or_null(questions):
     with pytest.raises(ConfigError, match=r"eval\.questions must be .*whole number of at least 1"):
-        LMEval(name="lm_eval", protocol="held_out", questions=questions, quant=None, quantizer=None)
+        LMEval(name="lm_eval", protocol="held_out", questions=questions, quant=None, quantizer=None, kv=None)
 
 
 @pytest.mark.usefixtures("no_packages")
 def test_without_lm_eval_the_option_says_what_to_install():
     with pytest.raises(ConfigError, match=r"eval=lm_eval needs the package lm_eval.*pip install -e '\.\[eval\]'"):
-        LMEval(name="lm_eval", protocol="held_out", questions=None, quant=None, quantizer=None).check(None)
+        LMEval(name="lm_eval", protocol="held_out", questions=None, quant=None, quantizer=None, kv=None).check(None)
 
 
 def test_the_option_is_light_to_import():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -109,6 +109,10 @@ class EngineSpec(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def kv_formats(self) -> Collection[str]:
+        """What keys and values can be rounded to as they are written, `none` among them."""
+        ...
 
     def check_with(self, shape: Mapping[str, Any], dtype: str, lora_rank: int, longest_completion: int) -> None:
         """Raise ConfigError if this engine cannot sample for such an experiment. Called when a config is built.

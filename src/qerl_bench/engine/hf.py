@@ -13,12 +13,12 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from qerl_bench.engine.base import RolloutEngine, Sampling, exact_lengths, make_rollouts, require_room
 from qerl_bench.engine.rollout_queue import Limits
+from qerl_bench.quant.base import KEYS_AND_VALUES
 from qerl_core.checks import TrainingStopped, check_fields, count, flag, number, optional, positive, require
-from qerl_core.metrics import compute
 from qerl_core.process.gpu_share import release
 from qerl_core.process.out_of_memory import NO_MEMORY, shortage
 from qerl_core.process.progress import COMPLETIONS, phase
@@ -47,6 +47,8 @@ class HF:
     prefill_tokens: int
     invariant: bool
     tf32: bool
+
+    kv_formats: ClassVar = KEYS_AND_VALUES
 
     def __post_init__(self) -> None:
         check_fields(
@@ -121,12 +123,12 @@ class HFEngine:
     def sleep(self) -> dict[str, float]:
         """Release 16-bit copies, and all else that does not fit into `kept_gib`. Returns ENGINE_HF metrics.
 
-        If inputs are rounded, the share that became zero since the last call is one of them.
+        Of what is rounded, the share that became zero since the last call is one of them.
         """
+        from qerl_bench.model.rounded import shares, take_counts
+
         metrics = {} if self.sampler is None else self.sampler.sleep()
-        if self.policy.rounding is not None:
-            metrics["activations/underflow_rollout"] = compute.ratio([self.policy.rounding.take()])
-        return metrics
+        return metrics | shares([take_counts(self.policy, sampling=True)], "_rollout")
 
     def record(self) -> dict[str, Any]:
         record: dict[str, Any] = {"engine": "hf", "copies_of_weights": 1, "decoding": self.decoding}
@@ -226,7 +228,7 @@ class HFEngine:
         requests = [(prompt, sample) for prompt in prompts for sample in samples]
         keys = [request_key(sampling, prompt, sample) for prompt, sample in requests]
         lengths = [length for prompt in prompts for length in exact_lengths(prompt, samples, sampling)]
-        with torch.inference_mode():
+        with torch.inference_mode(), self.policy.kv.sampling(at_pages=True):
             if self.sampler is None:
                 completions = hf_reference.decode(self.policy, prompt_ids, sampling, keys, lengths)
             else:

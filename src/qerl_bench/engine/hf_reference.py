@@ -34,7 +34,7 @@ def cache_name(policy: Policy) -> str:
 
 def cache_of(policy: Policy) -> DynamicCache:
     """An empty cache for the policy's layers."""
-    return DynamicCache(config=policy.model.config)
+    return policy.kv.cache(policy.model.config)
 
 
 def holds_states_alone(cache: DynamicCache) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from qerl_bench.model.keys_values import REASON as KV_ROUNDED
 from qerl_bench.model.lm_head import decoder_of
 from qerl_bench.model.merging import REASON as MERGED
 from qerl_bench.model.policy import Policy
@@ -44,6 +45,8 @@ def eager_reason(policy: Policy) -> str | None:
         return "without fused kernels sampling is the reference"
     if policy.merging is not None:
         return MERGED
+    if policy.kv.kinds.samples_rounded:
+        return KV_ROUNDED
     if config.model_type not in FAMILIES or activation_of(config) not in ACTIVATIONS:
         return f"the captured step is not written for {config.model_type} with {activation_of(config)}"
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:

@@ -10,6 +10,7 @@ from qerl_bench.engine.adapter_check import check_completions
 from qerl_bench.engine.base import Sampling
 from qerl_bench.eval.base import Evaluation, Score
 from qerl_bench.parallel import ALONE, World
+from qerl_bench.quant.base import KEYS_AND_VALUES
 from qerl_bench.task.base import Task, held_out
 from qerl_bench.task.graded import reward_of
 from qerl_bench.task.prompt_task import PromptTask
@@ -20,6 +21,7 @@ from qerl_core.checks import (
     flag,
     is_texts,
     number,
+    one_of,
     optional,
     require,
     require_completions,
@@ -64,6 +66,7 @@ class TaskEvaluation:
     every_questions: int
     quant: str | None
     quantizer: str | None
+    kv: str | None
     also: Sequence[str]
 
     def __post_init__(self) -> None:
@@ -82,6 +85,7 @@ class TaskEvaluation:
             every_questions=count(),
             quant=optional(text),
             quantizer=optional(text),
+            kv=optional(one_of(*KEYS_AND_VALUES)),
             also=FORMATS,
         )
         require(

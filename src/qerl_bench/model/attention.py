@@ -29,6 +29,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from qerl_bench.model.keys_values import ATTRIBUTE as KEYS_VALUES
 from qerl_bench.model.packing import Packing
 
 # Names of the cache in the forward passes of transformers: from 5.24 on, before, and of state-space models before.
@@ -67,6 +68,8 @@ def attention(
     Without a mask it is causal, or all of S is seen by a single query. With `packing`, B is 1 and T the number of real
     tokens; mask and attention are then those of the right-padded rectangle.
     """
+    if (rounding := getattr(module, KEYS_VALUES, None)) is not None:
+        key, value = rounding.attended(getattr(module, "layer_idx", None), key, value)
     if attention_mask is not None and attention_mask.numel() == 0:
         attention_mask = None  # causal; without `packing`, as some models drop it, sequences mix (`mixes_sequences`)
     sinks, softcap = options.get("s_aux"), options.get("softcap")

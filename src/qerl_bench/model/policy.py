@@ -24,6 +24,7 @@ from qerl_bench.aqn.injector import NoiseInjector, compute_in_float32
 from qerl_bench.model.attention import enable_attention
 from qerl_bench.model.block import fuse_blocks
 from qerl_bench.model.kernels import choose_kernels, why_not_fused, why_not_fused_blocks
+from qerl_bench.model.keys_values import KVRounding
 from qerl_bench.model.lm_head import TokenStats, decoder_of, head_of, token_stats
 from qerl_bench.model.merging import REASON as MERGED
 from qerl_bench.model.merging import Merging
@@ -35,6 +36,7 @@ from qerl_bench.model.token_ids import padding, require_rows, stop_ids, with_row
 from qerl_bench.quant.activations import REASON as ROUNDED
 from qerl_bench.quant.activations import Rounding
 from qerl_bench.quant.error_decomposition import LayerReport
+from qerl_bench.quant.kv_kinds import Kinds
 from qerl_bench.quant.packed_share import packed_share
 from qerl_bench.quantizer.rescaling import Rescaling
 from qerl_bench.task.chat_template import (
@@ -56,8 +58,8 @@ class Policy:
     """A causal LM with a packed base. `model` includes the adapter's modules; `adapter` is PEFT's wrapper, or None.
 
     `layers` reports on the packing of each layer, and `kernels` names the kernel each of them runs. `fused` tells
-    whether loss head and sampling run fused kernels. `rounding` is that of the inputs of packed layers, `merging` that
-    of base and adapter together.
+    whether loss head and sampling run fused kernels. `rounding` is that of the inputs of packed layers, `kv` that of
+    keys and values, `merging` that of base and adapter together.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Policy:
         self.base_scales = _trainable_copies(self.norms.values()) if train_norms else []  # the scales of the base
         self.packed_share = packed_share(model)
         self.device = next(model.parameters()).device
+        self.kv = KVRounding(Kinds(), self.device)
         self.rows = model.get_input_embeddings().get_parameter("weight").shape[0]
         self.stop_ids = with_rows(stop_ids(model, tokenizer, template), self.rows, type(model).__name__)
         self.pad_id = padding(tokenizer.pad_token_id, self.stop_ids, self.rows)
@@ -197,10 +200,6 @@ class Policy:
         finally:
             for norm, scale in zip(self.norms.values(), trained, strict=True):
                 norm.weight = scale
-
-    def without_rounding(self) -> AbstractContextManager[None]:
-        """Context in which the inputs of packed layers are not rounded, for comparisons to the last bit."""
-        return nullcontext() if self.rounding is None else self.rounding.off()
 
     def token_stats(
         self,

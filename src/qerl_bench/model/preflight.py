@@ -32,6 +32,7 @@ from qerl_bench.model.context import longest_context
 from qerl_bench.model.float32 import in_float32, replace_forward
 from qerl_bench.model.lm_head import decoder_of, hidden_states
 from qerl_bench.model.policy import Policy
+from qerl_bench.model.rounded import unrounded
 from qerl_bench.model.structure import consumers_of, observed, probe_ids
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.experts import PackedExperts
@@ -57,7 +58,7 @@ def preflight(
     The first is not made again where its results, `compared`, are known.
     """
     devices = [policy.device] if policy.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.no_grad(), policy.without_rounding():
+    with torch.random.fork_rng(devices), torch.no_grad(), unrounded(policy):
         check_adapters(policy, where)
         results = check_packed_share(policy, quant, where) | check_sites(policy)
         results |= check_logprobs(policy, where) if compared is None else compared

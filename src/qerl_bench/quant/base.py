@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 NOT_ROUNDED = "none"
 ACTIVATIONS = {NOT_ROUNDED: 1, "nvfp4": 16, "mxfp4": 32, "fp8": 1, "int8": 1}  # inputs that must divide a width
+KEYS_AND_VALUES = (NOT_ROUNDED, "fp8", "int8", "nvfp4")  # what rollout.kv and its like may be, keys of ACTIVATIONS
 
 
 class WeightFormat:

@@ -17,11 +17,13 @@ import torch
 
 from qerl_bench.algo.base import LossInputs
 from qerl_bench.model.kernels import is_small
+from qerl_bench.model.keys_values import REASON as KV_ROUNDED
 from qerl_bench.model.lm_head import TokenStats
 from qerl_bench.model.merging import REASON as MERGED
 from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
 from qerl_bench.quant.activations import REASON as ROUNDED
+from qerl_bench.quant.base import NOT_ROUNDED
 from qerl_bench.train.batch import Batch
 from qerl_bench.train.memory_rule import POOL_SPARE
 from qerl_bench.train.objective import objective
@@ -44,6 +46,7 @@ def why_not(specs: Specs, policy: Policy) -> str | None:
         "the model keeps a GPU busy without": not is_small(policy.model),
         "train.packing is off": not policy.packing,
         ROUNDED: policy.rounding is not None,
+        KV_ROUNDED: policy.kv.kinds.train != NOT_ROUNDED,
         MERGED: policy.merging is not None,
         "the number of tokens of each expert differs": bool(policy.experts),
         f"train.recompute={train.recompute}": train.recompute != "none",

@@ -61,7 +61,7 @@ def check_sampler(rollout: RolloutSpec, quant: WeightFormat, algo: Algorithm, en
             f"{key}={kind} rounds the inputs of layers, which only engine=hf does while sampling, got "
             f"engine={engine}. Use engine=hf, or {key}=none",
         )
-    for key, neutral in {"quant": None, "activations": None, "merge": False, "lag": 0}.items():
+    for key, neutral in {"quant": None, "activations": None, "kv": None, "merge": False, "lag": 0}.items():
         value = getattr(rollout, key)
         require(
             value == neutral or algo.on_policy,

@@ -15,7 +15,7 @@ from qerl_bench.algo.kl import KLPenalty
 from qerl_bench.aqn.spec import NoiseSpec
 from qerl_bench.lora.base import Adapter
 from qerl_bench.parallel import ParallelSpec
-from qerl_bench.quant.base import ACTIVATIONS
+from qerl_bench.quant.base import ACTIVATIONS, KEYS_AND_VALUES
 from qerl_core.checks import (
     at_most,
     check_fields,
@@ -44,6 +44,7 @@ class RolloutSpec:
     temperature: float
     quant: str | None
     activations: str | None
+    kv: str | None
     merge: bool
     lag: int
 
@@ -56,6 +57,7 @@ class RolloutSpec:
             temperature=temperature,
             quant=optional(text),
             activations=optional(one_of(*ACTIVATIONS)),
+            kv=optional(one_of(*KEYS_AND_VALUES)),
             merge=flag,
             lag=count(0),
         )
@@ -102,6 +104,7 @@ class TrainSpec:
     """How to train on one batch of rollouts."""
 
     updates_per_batch: int
+    kv: str
     merge: str
     micro_batch_tokens: int | None
     packing: bool
@@ -119,6 +122,7 @@ class TrainSpec:
             self,
             "train",
             updates_per_batch=at_most(MAX_UPDATES, count()),
+            kv=one_of(*KEYS_AND_VALUES),
             merge=one_of("none", "ste"),
             micro_batch_tokens=optional(count()),
             packing=flag,

@@ -90,15 +90,21 @@ ACTIVATIONS = {  # with quant.activations or rollout.activations other than none
     ),
     "activations/underflow_rollout": Metric("share", "the same while sampling; of several GPUs the one with most"),
 }
+KEYS_VALUES = {  # with train.kv, and with rollout.kv
+    f"kv/{name}{suffix}": Metric("share", f"{definition} {when}")
+    for suffix, when in (("", "in passes of training"), ("_rollout", "while sampling; of several GPUs the most"))
+    for name, definition in (
+        ("underflow", "numbers in keys and values, not zero themselves, that are rounded to zero"),
+        ("scale_fallback", "scales of tokens and heads that are 1 or an epsilon, as their largest number gives none,"),
+    )
+}
 MERGED = {  # with rollout.merge
     "merge/update_kept": Metric(
         "share",
         "<Q(W + D) - Q(W), D> / <D, D> over the adapted weights, D = s B A: what rounding leaves of the adapter",
     ),
 }
-LAGGED = {  # with rollout.lag
-    "rollout/lag": Metric("steps", "by which the adapter that sampled is behind the trained one"),
-}
+LAGGED = {"rollout/lag": Metric("steps", "by which the adapter that sampled is behind the trained one")}
 NOISE_DOSE = {  # of the first step with noise: dose.py
     "aqn/dose_kl": Metric(
         "nats/token", "mismatch/noise_kl or, where training does not measure that, mismatch/kl of the completions below"
@@ -182,6 +188,10 @@ KL_TO_BASE = {  # every kl.every steps
         "train.mismatch_share of the micro-batches",
     ),
 }
+_PARTS_OF_STDERR = {
+    "_stderr_questions": "the part of it that more samples would not remove",
+    "_stderr_sampling": "the part of it that comes from sampling the answers",
+}
 EVAL = {
     "eval/accuracy_greedy": Metric("share", "held-out questions answered correctly by greedy decoding"),
     "eval/accuracy_greedy_stderr": Metric("share", "its standard error over questions"),
@@ -189,8 +199,7 @@ EVAL = {
     "eval/accuracy_greedy_format_failed": Metric("share", "greedy completions without an answer in task.answer_format"),
     "eval/accuracy_sampled": Metric("share", "held-out questions answered correctly, mean over samples (pass@1)"),
     "eval/accuracy_sampled_stderr": Metric("share", "its standard error over questions"),
-    "eval/accuracy_sampled_stderr_questions": Metric("share", "the part of it that more samples would not remove"),
-    "eval/accuracy_sampled_stderr_sampling": Metric("share", "the part of it that comes from sampling the answers"),
+    **{f"eval/accuracy_sampled{part}": Metric("share", said) for part, said in _PARTS_OF_STDERR.items()},
     "eval/accuracy_sampled_truncated": Metric("share", "sampled completions cut at the token limit"),
     "eval/accuracy_sampled_format_failed": Metric(
         "share", "sampled completions without an answer in task.answer_format"
@@ -207,14 +216,18 @@ VALIDATION = {  # at a few steps, on the first of the held-out questions: eval/v
     "validation/accuracy_sampled": Metric("share", "as eval/accuracy_sampled, of these questions, up to four samples"),
     "validation/accuracy_sampled_stderr": Metric("share", "its standard error over questions"),
 }
-EVAL_GAIN = {  # at every evaluation after that of step 0, which is of the quantized base
-    "eval/gain_greedy": Metric("share", "eval/accuracy_greedy minus that of step 0, the same questions"),
-    "eval/gain_greedy_stderr": Metric("share", "standard error of the paired difference"),
-    "eval/gain_sampled": Metric("share", "eval/accuracy_sampled minus that of step 0, the same questions"),
-    "eval/gain_sampled_stderr": Metric("share", "standard error of the paired difference"),
-    "eval/gain_sampled_stderr_questions": Metric("share", "the part of it that more samples would not remove"),
-    "eval/gain_sampled_stderr_sampling": Metric("share", "the part of it that comes from sampling the answers"),
-}
+
+
+def _gains(of: str, where: str) -> dict[str, Metric]:
+    stderr = {"_stderr": "standard error of the paired difference"}
+    return {
+        f"eval/gain_{where}{mode}{part}": Metric("share", said)
+        for mode, more in (("greedy", stderr), ("sampled", stderr | _PARTS_OF_STDERR))
+        for part, said in {"": f"eval/{of}_{mode} minus that of step 0, the same questions", **more}.items()
+    }
+
+
+EVAL_GAIN = _gains("accuracy", "")  # at every evaluation after that of step 0, which is of the quantized base
 # Of tasks with an answer format whose gold answers are numbers: right if the last number of a finished completion is.
 LENIENT = {
     "eval/lenient_greedy": Metric(
@@ -223,21 +236,13 @@ LENIENT = {
     "eval/lenient_greedy_stderr": Metric("share", "its standard error over questions"),
     "eval/lenient_sampled": Metric("share", "the same of sampled completions, mean over samples"),
     "eval/lenient_sampled_stderr": Metric("share", "its standard error over questions"),
-    "eval/lenient_sampled_stderr_questions": Metric("share", "the part of it that more samples would not remove"),
-    "eval/lenient_sampled_stderr_sampling": Metric("share", "the part of it that comes from sampling the answers"),
+    **{f"eval/lenient_sampled{part}": Metric("share", said) for part, said in _PARTS_OF_STDERR.items()},
     "validation/lenient_greedy": Metric("share", "as eval/lenient_greedy, of the questions of that point"),
     "validation/lenient_greedy_stderr": Metric("share", "its standard error over questions"),
     "validation/lenient_sampled": Metric("share", "as eval/lenient_sampled, of these questions, up to four samples"),
     "validation/lenient_sampled_stderr": Metric("share", "its standard error over questions"),
 }
-LENIENT_GAIN = {
-    "eval/gain_lenient_greedy": Metric("share", "eval/lenient_greedy minus that of step 0, the same questions"),
-    "eval/gain_lenient_greedy_stderr": Metric("share", "standard error of the paired difference"),
-    "eval/gain_lenient_sampled": Metric("share", "eval/lenient_sampled minus that of step 0, the same questions"),
-    "eval/gain_lenient_sampled_stderr": Metric("share", "standard error of the paired difference"),
-    "eval/gain_lenient_sampled_stderr_questions": Metric("share", "the part of it that more samples would not remove"),
-    "eval/gain_lenient_sampled_stderr_sampling": Metric("share", "the part of it that comes from sampling the answers"),
-}
+LENIENT_GAIN = _gains("lenient", "lenient_")
 # With eval=lm_eval eval.protocol=standard: lm-eval's filters for correct answers.
 _LM_EVAL_FILTERS = {
     "strict_match": "gsm8k: number behind ####",
@@ -281,6 +286,7 @@ TABLES = {  # what makes a run write them: the metrics
     "`eval=lm_eval eval.protocol=standard`": LM_EVAL,
     "Copy of the weights (`engine=vllm`)": WEIGHT_SYNC,
     "Rounded inputs of packed layers (`quant.activations`, `rollout.activations`)": ACTIVATIONS,
+    "Rounded keys and values (`train.kv`, `rollout.kv`)": KEYS_VALUES,
     "Base and adapter rounded together while sampling (`rollout.merge`)": MERGED,
     "Sampling with an earlier adapter (`rollout.lag` above 0)": LAGGED,
     "GPU": GPU_MEMORY,

@@ -19,12 +19,14 @@ import torch
 
 from qerl_bench.engine.base import Sampling, exact_lengths, make_rollouts, require_room
 from qerl_bench.engine.vllm.checkpoint import BaseCheckpoint
-from qerl_bench.engine.vllm.options import RANKS, VLLMOptions
+from qerl_bench.engine.vllm.options import KV_CACHE, RANKS, VLLMOptions
 from qerl_bench.engine.vllm.process import answer, device_memory_gib, exchange_folder, start, stop
 from qerl_bench.engine.vllm.sync import Mirror
 from qerl_bench.model.policy import Policy
+from qerl_bench.quant.base import NOT_ROUNDED
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.nonfinite import require_finite_logits
+from qerl_core.checks import require
 from qerl_core.records import Prompt, Rollout, numbered
 from qerl_core.seeding import derive
 
@@ -77,6 +79,13 @@ class VLLMEngine:
             "max_lora_rank": rank,
             "max_loras": 1,
         }
+        if (kind := self.policy.kv.kinds.rollout) != NOT_ROUNDED:
+            require(
+                self.on_gpu,
+                f"rollout.kv={kind}: vLLM keeps a scale for each token and head on a GPU alone. Use engine=hf, or "
+                "rollout.kv=none",
+            )
+            options["kv_cache_dtype"] = KV_CACHE[kind]
         return options if self.on_gpu else options | {"block_size": 32}  # tokens; the smallest size on a CPU
 
     def sync(self, prompts: list[Prompt]) -> dict[str, float]:
@@ -165,7 +174,7 @@ class VLLMEngine:
         entropies: list[list[float]] = [[] for _ in prompts]
         for rows in batch.lengths.argsort(descending=True).split(self.options.score_batch_size):
             part = batch.rows(rows)
-            with torch.no_grad():
+            with torch.no_grad(), self.policy.kv.sampling(at_pages=False):
                 entropy = self.policy.token_stats(part.input_ids, part.mask, temperature).entropy
             for row, values, mask in zip(rows.tolist(), entropy, part.mask, strict=True):
                 entropies[row] = values[mask].tolist()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from qerl_bench.quant.base import NOT_ROUNDED
 from qerl_core.checks import at_most, check_fields, count, flag, one_of, optional, positive, require
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM allows for max_lora_rank
+# What vLLM calls the caches that have a scale for each token and head. Its `fp8` and `nvfp4` have one scale for all, 1
+# unless the checkpoint brings another.
+KV_CACHE = {NOT_ROUNDED: "auto", "fp8": "fp8_per_token_head", "int8": "int8_per_token_head"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +29,8 @@ class VLLMOptions:
     sleep_level: int
     tensor_parallel_size: int
     score_batch_size: int
+
+    kv_formats: ClassVar = tuple(KV_CACHE)
 
     def __post_init__(self) -> None:
         check_fields(

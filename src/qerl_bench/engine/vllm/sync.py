@@ -91,7 +91,9 @@ class Mirror:
         """The metrics `sync/*`, measured on a few prompts (token ids). Raises AssertionError if the copy is wrong."""
         chosen = probe_prompts(prompts)
         engine, engine_base = self._logprobs(chosen, self.request), self._logprobs(chosen, None)
-        return check_prompts(self.policy, chosen, engine, engine_base) | {"sync/norms_changed": self.norms_changed}
+        with self.policy.kv.sampling(at_pages=False):
+            checked = check_prompts(self.policy, chosen, engine, engine_base)
+        return checked | {"sync/norms_changed": self.norms_changed}
 
     def _logprobs(self, prompts: list[list[int]], adapter: LoRARequest | None) -> torch.Tensor:
         """Log-probabilities of all tokens but the first of each prompt, one prompt after the other."""

@@ -20,6 +20,7 @@ from qerl_bench.eval.base import Evaluation
 from qerl_bench.eval.lm_eval.standard import FEWSHOT_SEED, benchmark_of, write_benchmark
 from qerl_bench.eval.task import accuracy_score, grade_rollouts, sample_key, scores_of
 from qerl_bench.parallel import ALONE, World
+from qerl_bench.quant.base import KEYS_AND_VALUES
 from qerl_bench.task import base
 from qerl_bench.task.base import Task
 from qerl_core.checks import check_fields, count, one_of, optional, require_package, text
@@ -46,10 +47,11 @@ class LMEval:
     questions: int | None
     quant: str | None
     quantizer: str | None
+    kv: str | None
 
     def __post_init__(self) -> None:
-        check_fields(self, "eval", protocol=one_of(*PROTOCOLS), questions=optional(count()))
-        check_fields(self, "eval", quant=optional(text), quantizer=optional(text))
+        check_fields(self, "eval", protocol=one_of(*PROTOCOLS), questions=optional(count()), quant=optional(text))
+        check_fields(self, "eval", quantizer=optional(text), kv=optional(one_of(*KEYS_AND_VALUES)))
 
     def check(self, task: Task) -> None:
         """Raise ConfigError if lm-eval or its benchmark is missing, or the task has too few held-out questions."""
