@@ -136,7 +136,7 @@ EVALUATION: dict[str, tuple[str, Harm]] = {  # what an evaluation reads
     "every answer": ("the held-out data", edit("eval.jsonl", "#### ", "#### 1")),
     "the order of questions": ("the held-out data", of_file("eval.jsonl", reordered)),
     "the training questions in their place": (
-        "the held-out data",
+        "training questions of task=gsm8k are also in its test",
         lambda folder: shutil.copy(folder / "train.jsonl", folder / "eval.jsonl"),
     ),
     "a question more": ("eval", of_file("eval.jsonl", one_row_more)),

@@ -70,7 +70,8 @@ class Service:
         return SimpleNamespace(starting_step=last + 1, summary={}, log=log, finish=lambda exit_code: send(0))
 
     def lines(self, id: str) -> list[tuple[int, dict[str, Any]]]:
-        return [(step, metrics) for step, metrics in map(json.loads, (self.place / f"{id}.jsonl").open())]
+        written = (self.place / f"{id}.jsonl").read_text().splitlines()
+        return [(step, metrics) for step, metrics in map(json.loads, written)]
 
     def ids(self) -> set[str]:
         return {file.stem for file in self.place.glob("*.jsonl")}
@@ -80,7 +81,7 @@ class Service:
         known: dict[int, dict[str, Any]] = {}
         for step, metrics in self.lines(id):
             known.setdefault(step, {}).update(metrics)
-        for line in map(json.loads, (folder / "metrics.jsonl").open()):
+        for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
             for key, value in line.items():
                 if line["kind"] == "train" and key not in ("kind", "step") and not MEASURED.match(key):
                     found = known.get(line["step"], {}).get(key)

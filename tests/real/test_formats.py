@@ -46,7 +46,8 @@ def test_it_trains_a_step(quant: str, quantizer: str, smollm: Path, root: Path) 
     cfg = compose(["model=hub", f"model.id={smollm}", "task=gsm8k", *rows, *SMALL, *chosen])
     run_experiment(check(cfg), cfg)
     folder = root / "runs" / cfg.name
-    (step,) = (line for line in map(json.loads, (folder / "metrics.jsonl").open()) if line["kind"] == "train")
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    (step,) = (line for line in lines if line["kind"] == "train")
     assert step["grad_norm"] > 0 and math.isfinite(step["loss"])
     layers = pd.read_parquet(folder / "layers.parquet")
     assert {*layers["quant"]} == {quant} and {*layers["quantizer"]} == {quantizer}
