@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qerl_core.checks import ConfigError
+from qerl_core.checks import ConfigError, require
 from qerl_core.process.failure import MARK
 from qerl_core.rundir.checkpoints import is_finished
 from qerl_core.rundir.checksums import DONE
@@ -20,7 +20,7 @@ from qerl_core.rundir.read_files import REMEDY, read_config, read_object, read_t
 from qerl_core.rundir.recorded_types import RESULT, require_config, require_environment, require_kinds
 from qerl_core.rundir.run_checks import refuse_damaged, vouched_seals
 from qerl_core.sweeps.listing import going_on
-from qerl_core.sweeps.pace import TAIL_BYTES, latest_step, pace_of, tail, total_steps
+from qerl_core.sweeps.pace import TAIL_BYTES, latest_step, pace_of, record_of, tail, total_steps
 
 GOES_ON = ("running", "queued", "waiting")
 STOPPED = ("SIG", "Ctrl-C")  # reasons of runs that somebody ended
@@ -124,11 +124,13 @@ def damage_of(run: Path, finished_ns: int) -> str | None:
 
 
 def require_readable(run: Path) -> None:
-    """Raise ConfigError if what a finished run says of itself, or its answers, cannot be read."""
+    """Raise ConfigError if what a finished run says of itself, its lines or its answers cannot be read."""
     require_config(str(run / "config.yaml"), read_config(run / "config.yaml"), REMEDY)
     require_kinds(str(run / DONE), read_object(run / DONE, REMEDY), RESULT, REMEDY)
     if (run / "env.json").is_file():
         require_environment(str(run / "env.json"), read_object(run / "env.json", REMEDY), REMEDY)
+    for number, line in enumerate((run / "metrics.jsonl").read_bytes().splitlines(), start=1):
+        require(record_of(line) is not None, f"{run / 'metrics.jsonl'}, line {number}: not a record. {REMEDY}")
     if (run / "samples.parquet").is_file():
         read_table(run / "samples.parquet", ["correct"])
 
