@@ -189,9 +189,7 @@ def test_a_quantizer_that_needs_no_text_packs_the_same_with_some_and_has_its_out
         assert replace(found["with text"][layer], output_error=None) == report
 
 
-def test_the_script_measures_a_format_in_a_folder_of_ones_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_script_measures_a_format_in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_options, "_in_use", [])
     (tmp_path / "quant").mkdir()
     (tmp_path / "quant" / "own.yaml").write_text("defaults: [nvfp4]\nname: own\n")

@@ -21,7 +21,6 @@ from qerl_studies.tables.paper import Table
 from qerl_studies.tables.templates import templates
 
 Results = Mapping[str, Sequence[ClaimResult]]  # by model and task
-DECIDED = ("supported", "reversed", "negligible")
 SUMMARY = ("claim", "primary contrast", "effect [95 % interval]", "greedy", "from", "detectable", "why", "the paper")
 LATER = ("paper", "claim", "experiment", "verdict", "effect [95 % interval]")
 COMPARISONS = ("contrast", "setting", "role", "mean of each arm", "effect [95 % interval], not adjusted", "from")
