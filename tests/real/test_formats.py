@@ -52,8 +52,8 @@ def test_it_trains_a_step(quant: str, quantizer: str, smollm: Path, root: Path) 
     layers = pd.read_parquet(folder / "layers.parquet")
     assert {*layers["quant"]} == {quant} and {*layers["quantizer"]} == {quantizer}
     assert len(layers) == 210  # 30 blocks of 7
-    errors = layers["relative_error"]
-    assert (errors == 0).all() if quant == "bf16" else ((errors > 0) & (errors < 0.2)).all()
+    errors = layers["relative_error"].tolist()
+    assert all(error == 0 if quant == "bf16" else 0 < error < 0.2 for error in errors)
     assert (folder / "calibration.json").exists() == (quantizer in CALIBRATED)
 
 

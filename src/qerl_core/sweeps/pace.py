@@ -87,7 +87,7 @@ def total_steps(run: Path) -> int:
     """The steps that the run's config asks for. Raises ConfigError if it is damaged, or of an earlier version."""
     file = run / "config.yaml"
     require(file.is_file(), f"{run} has no config.yaml: put back a copy of it, or delete the folder")
-    steps = read_config(file).get("steps")
+    steps: Any = read_config(file).get("steps")
     require(type(steps) is int, f"{file} has no number of steps: put back a copy of it, or delete the folder")
     return steps
 
