@@ -5,18 +5,21 @@ Options are key=value words behind the command, as Hydra reads them; `qerl-bench
 
 from __future__ import annotations
 
-import difflib
-import sys
-from importlib import import_module
-from typing import NamedTuple
+from qerl_core.process.first_imports import ends_in_a_line
 
-from qerl_bench.parallel import is_rank0_output, refuse_ranks
-from qerl_core import __version__
-from qerl_core.exits import exit_in_words, one_line_warnings
-from qerl_core.options import user_options
-from qerl_core.process.arguments import wrapped
-from qerl_core.process.children import end_with_parent
-from qerl_core.process.terminal import lasting_output
+with ends_in_a_line():
+    import difflib
+    import sys
+    from importlib import import_module
+    from typing import NamedTuple
+
+    from qerl_bench.parallel import is_rank0_output, refuse_ranks
+    from qerl_core import __version__
+    from qerl_core.exits import exit_in_words, one_line_warnings
+    from qerl_core.options import user_options
+    from qerl_core.process.arguments import wrapped
+    from qerl_core.process.children import end_with_parent
+    from qerl_core.process.terminal import lasting_output
 
 
 class Command(NamedTuple):

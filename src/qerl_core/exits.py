@@ -17,6 +17,7 @@ from hydra.errors import OverrideParseException
 from qerl_core.checks import ConfigError, RunLocked, TrainingStopped
 from qerl_core.options.suggestions import unread
 from qerl_core.process.arguments import printable, wrap_lines
+from qerl_core.process.inherited import refuse_other_encoding
 from qerl_core.process.out_of_memory import shortage
 from qerl_core.process.terminal import lasting_output
 from qerl_core.process.termination import Terminated, end_quietly, terminations_raise
@@ -41,6 +42,7 @@ def exit_in_words(stopped: str) -> Iterator[None]:
     """
     report = os.environ.get(ERROR_FILE)  # now, because a rank removes what torchrun has set
     try:
+        refuse_other_encoding()
         with terminations_raise():
             yield
     except RunLocked as error:

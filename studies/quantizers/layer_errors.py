@@ -2,11 +2,13 @@
 
 python studies/quantizers/layer_errors.py model=tiny --out studies/quantizers/data
 
-Arguments such as model=tiny are options of a run. Outputs are those of the calibration text of
-awq and gptq. `qerl-bench figure error_decomposition` draws the table.
+Arguments such as model=tiny are options of a run, and --config-dir DIR a folder of one's own
+options, formats among them. Outputs are those of the calibration text of awq and gptq.
+`qerl-bench figure error_decomposition` draws the table.
 """
 
 import argparse
+import sys
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -18,6 +20,7 @@ from qerl_bench.config import build, compose
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.quantizer.calibration import Calibration
 from qerl_core.exits import guarded
+from qerl_core.options import user_options
 from qerl_core.process.hidden_packages import hidden_packages
 
 
@@ -42,18 +45,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--quantizers", nargs="+", default=["rtn", "mse", "awq", "gptq"], help="quantizers (default: all)"
     )
-    given = parser.parse_args(arguments)
+    words = user_options.with_search_path(sys.argv[1:] if arguments is None else arguments)
+    user_options.use(user_options.folders_in(words))
+    own, words = user_options.split_search_path(words)
+    given = parser.parse_args(words)
+    options = [*given.options, *own]
     with hidden_packages():
         from qerl_bench.model.load import load_packed
         from qerl_bench.model_setup import base_checkpoint
         from qerl_bench.quant.error_decomposition import write_layers
         from qerl_core.process.device import resolve_device
     given.out.mkdir(parents=True, exist_ok=True)
-    text = build(compose([*given.options, "quant=nvfp4", "quantizer=awq"])).quantizer.calibration
+    text = build(compose([*options, "quant=nvfp4", "quantizer=awq"])).quantizer.calibration
     assert text is not None
     tables = []
     for quant, quantizer in product(given.formats, given.quantizers):
-        experiment = build(compose([*given.options, f"quant={quant}", f"quantizer={quantizer}"]))
+        experiment = build(compose([*options, f"quant={quant}", f"quantizer={quantizer}"]))
         base = base_checkpoint(experiment.model, experiment.task, experiment.root)
         with_text: Any = WithText(experiment.quantizer, text)
         device = resolve_device(experiment.device)

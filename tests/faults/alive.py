@@ -6,7 +6,9 @@ Whoever ends with 0 has the numbers of an undisturbed run; anything else is said
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -108,7 +110,6 @@ CHANGES: dict[str, tuple[str, Harm]] = {  # what is changed, and by what name it
     "another end": ("generation_config.json", put("generation_config.json", "eos_token_id", 3)),
     "another epsilon": ("config.json", put("config.json", "rms_norm_eps", 1e-3)),
     "a training answer": ("the training data", edit("train.jsonl", "#### 6", "#### 7")),
-    "a held-out answer": ("the held-out data", edit("eval.jsonl", "#### 25", "#### 26")),
     "another vocabulary": ("tokenizer_config.json", put("tokenizer_config.json", "extra_special_tokens", {})),
 }
 
@@ -117,9 +118,74 @@ def between_attempts() -> dict[str, Callable[[Case], Outcome]]:
     return {name: partial(changed, named, harm) for name, (named, harm) in CHANGES.items()}
 
 
-def changed(named: str | None, harm: Harm, case: Case) -> Outcome:
+def of_file(name: str, harm: Callable[[Path], object]) -> Harm:
+    return lambda folder: harm(folder / name)
+
+
+def reordered(file: Path) -> None:
+    file.write_text("".join(reversed(file.read_text().splitlines(keepends=True))))
+
+
+def one_row_more(file: Path) -> None:
+    file.write_text(file.read_text() + json.dumps({"question": "What is 99 + 1?", "answer": "#### 100"}) + "\n")
+
+
+EVALUATION: dict[str, tuple[str, Harm]] = {  # what an evaluation reads
+    "a question": ("the held-out data", edit("eval.jsonl", "What is 22 +", "How much is 22 +")),
+    "an answer": ("the held-out data", edit("eval.jsonl", "#### 25", "#### 26")),
+    "every answer": ("the held-out data", edit("eval.jsonl", "#### ", "#### 1")),
+    "the order of questions": ("the held-out data", of_file("eval.jsonl", reordered)),
+    "the training questions in their place": (
+        "training questions of task=gsm8k are also in its test",
+        lambda folder: shutil.copy(folder / "train.jsonl", folder / "eval.jsonl"),
+    ),
+    "a question more": ("eval", of_file("eval.jsonl", one_row_more)),
+    "a token's number": ("tokenizer.json", edit("tokenizer.json", '"a": ', '"a ": ')),
+    "the template's begin": ("chat_template", edit("chat_template.jinja", "{%", " {%")),
+    "no template": ("chat_template", of_file("chat_template.jinja", Path.unlink)),
+    **{
+        f"{file}: {name}": (file.partition(".")[0].replace("_config", ""), of_file(file, harm))
+        for file in ("eval.jsonl", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+        for name, harm in DAMAGES.items()
+    },
+}
+
+
+def killed_in_last_evaluation() -> None:
+    import qerl_bench.experiment as loop
+
+    evaluate = loop.evaluate
+    count = [0]
+
+    def evaluated(*given: Any, **more: Any) -> Any:
+        count[0] += 1
+        if count[0] == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return evaluate(*given, **more)
+
+    loop.evaluate = evaluated
+
+
+STOPS = {"in step 3": killed_in_step_3, "in the last evaluation": killed_in_last_evaluation}
+
+
+def evaluation_inputs() -> dict[str, Callable[[Case], Outcome]]:
+    return {
+        f"{name}, {where}": partial(changed, named, harm, stop=stop, may_pass=": " in name or "more" in name)
+        for where, stop in STOPS.items()
+        for name, (named, harm) in EVALUATION.items()
+    }
+
+
+def changed(
+    named: str | None,
+    harm: Harm,
+    case: Case,
+    stop: Callable[[], object] = killed_in_step_3,
+    may_pass: bool = False,
+) -> Outcome:
     """A run of a model and data of one's own is killed, one input changes, and comes back after the refusal. With
-    `named` None nothing is refused."""
+    `named` None nothing is refused; what `may_pass` is refused, or ends with the same numbers."""
     path, hub = own_copy(FOLDER, case)
     for name, first in (("train", 0), ("eval", 20)):
         lines = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(first, first + 20)]
@@ -135,17 +201,19 @@ def changed(named: str | None, harm: Harm, case: Case) -> Outcome:
         raise Lost(f"the run without faults ended with {undisturbed.code}: {undisturbed.words}")
     expected = Case(case.root, numbers(case.folder), case.stock, base=hub.base)
     shutil.rmtree(case.folder)
-    require_killed(attempt(killed_in_step_3))
+    require_killed(attempt(stop))
     kept = {file.name: file.read_bytes() for file in path.iterdir()}
     harm(path)
     ended = attempt()
     said = ""
-    if named is not None or ended.code != 0:
+    if ended.code != 0 or not (named is None or may_pass):
         said = case.in_words(ended, 2)
-        if str(named) not in said:
+        if str(named) not in said and not ("tokenizer" in said and str(named) == "chat_template"):
             raise Lost(f"does not name {named}: {said}")
         for file in path.iterdir():
-            file.unlink() if file.name not in kept else file.write_bytes(kept[file.name])
+            file.unlink()
+        for name, content in kept.items():
+            (path / name).write_bytes(content)
     return expected.ends(*words, said=said)
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from qerl_bench.sweep.check import check_point
 from qerl_core.options.composer import Composer
-from tests.faults import foreign
+from tests.faults import beside, foreign
 from tests.faults.attempt import attempt, preload, write_modules
 from tests.faults.kinds import IN_WORDS, Fault, all_faults, harmless
 from tests.faults.run import WORDS, Case, Lost, Outcome, Stock, checked, drawing_nothing, numbers
@@ -76,8 +76,10 @@ def prepare(place: Path) -> Stock:
         loop.train_step = train_step
 
     made("unfinished", in_step_3)
+    preload([f"qerl_studies.commands.{name}" for name in beside.READERS])
     foreign.write_models(place / "stock")
     others = {name: undisturbed(place / name, place / "stock") for name, undisturbed in (foreign.UNDISTURBED).items()}
+    others["beside"] = beside.prepare(place / "stock", place / "beside")
     return Stock(place / "stock", operations, numbers(finished), others)
 
 

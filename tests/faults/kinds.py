@@ -26,13 +26,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.faults import sabotage
-from tests.faults.alive import between_attempts, changed, damaged_evaluation, evaluations, harmed_alive, while_alive
+from tests.faults import beside, sabotage
+from tests.faults.alive import (
+    STOPS,
+    between_attempts,
+    changed,
+    damaged_evaluation,
+    evaluation_inputs,
+    evaluations,
+    harmed_alive,
+    while_alive,
+)
 from tests.faults.attempt import Attempt, Ended, Sabotage
 from tests.faults.damage import DAMAGES, HARMS, nothing
 from tests.faults.foreign import folder, folders, gguf, gguf_files, preflights
 from tests.faults.leases import killed, leases
-from tests.faults.ranks import continued, ranks
+from tests.faults.mirrors import continued, mirrors
+from tests.faults.ranks import continued as continued_by_ranks
+from tests.faults.ranks import ranks
 from tests.faults.run import (
     SURVIVED,
     Case,
@@ -105,6 +116,7 @@ def all_faults(stock: Stock, draw: random.Random) -> dict[str, list[Fault]]:
         },
         "file of a live run": while_alive(),
         "changed since a kill": between_attempts(),
+        "evaluation inputs": evaluation_inputs(),
         "damaged evaluation": evaluations(),
         "damaged warm start": {
             f"{file}: {damage}": partial(damaged_base, file, damage) for file in BASE_FILES for damage in DAMAGES
@@ -148,6 +160,8 @@ def all_faults(stock: Stock, draw: random.Random) -> dict[str, list[Fault]]:
         "GGUF file": gguf_files(stock, draw),
         "folder of others": folders(stock),
         "preflight": preflights(),
+        "folder beside runs": beside.places(stock),
+        "record at W&B": mirrors(operations, draw),
         "GPU out of memory": {"each phase": partial(skipped, "a GPU out of memory: simulated only")},
         "vLLM's process": {"killed, hung": partial(skipped, "vLLM's process killed or hung: not tried here")},
     }
@@ -177,6 +191,7 @@ def harmless() -> dict[str, list[Fault]]:
         "damaged file": partial(damaged, "unfinished", "metrics.jsonl", nothing.__name__),
         "file of a live run": partial(harmed_alive, "metrics.jsonl", 3, nothing),
         "changed since a kill": partial(changed, None, nothing),
+        "evaluation inputs": partial(changed, None, nothing, stop=STOPS["in the last evaluation"]),
         "damaged evaluation": partial(damaged_evaluation, nothing),
         "damaged warm start": partial(damaged_base, "model/config.json", nothing.__name__),
         "clock jump": partial(clock, 1, 0.0),
@@ -185,9 +200,11 @@ def harmless() -> dict[str, list[Fault]]:
         "data": partial(data, "question", "What is 4 + 1?"),
         "process of its own": OWN_PROCESS["as users start it"],
         "lease": partial(killed, never),
-        "rank": partial(continued, size=2),
+        "rank": partial(continued_by_ranks, size=2),
         "GGUF file": partial(gguf, nothing),
         "folder of others": partial(folder, nothing, "config.json"),
+        "folder beside runs": partial(beside.left_beside, nothing),
+        "record at W&B": partial(continued, lambda: None),
     }
     return {kind: [Fault(kind, "no harm", happen)] for kind, happen in places.items()}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +20,7 @@ from qerl_core.checks import ConfigError
 from qerl_core.process.children import Child, wait
 from qerl_core.sweeps.points import Point
 from qerl_core.sweeps.slurm_queue import read_queue
+from tests.run_folders import write_run
 
 
 def program(folder: Path, name: str, shell: str) -> None:
@@ -121,3 +124,61 @@ def test_a_place_among_processes_that_torchrun_has_not_given_is_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"torchrun --nproc-per-node N .*env -u .*WORLD_SIZE"), joined_ranks():
         pass
+
+
+# --- what any shell may hand on: encodings, Python's own switches, other programs' backends ---------------------------
+
+SHELLS = {
+    "an ASCII terminal": {"PYTHONIOENCODING": "ascii"},
+    "a Latin terminal": {"PYTHONIOENCODING": "latin-1:strict"},
+    "warnings are errors": {"PYTHONWARNINGS": "error"},
+    "no docstrings and asserts": {"PYTHONOPTIMIZE": "2"},
+    "a narrow terminal": {"COLUMNS": "1"},
+    "colours": {"FORCE_COLOR": "1", "CLICOLOR_FORCE": "1"},
+    "tracebacks of Hydra": {"HYDRA_FULL_ERROR": "1"},
+    "a notebook's backend": {"MPLBACKEND": "module://gone"},
+    "TensorFlow in the place of PyTorch": {"USE_TF": "1", "USE_TORCH": "0"},
+    "no number of threads": {"OMP_NUM_THREADS": "many"},
+    "a safe path": {"PYTHONSAFEPATH": "1"},
+}
+
+
+def shell(folder: Path, given: dict[str, str], *words: str) -> subprocess.CompletedProcess[bytes]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("LC_ALL", "LANG")}
+    program = [sys.executable, "-m", "qerl_bench", *words]
+    return subprocess.run(program, cwd=folder, env=environment | given, capture_output=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shells")
+    write_run(folder / "läufe 🦆", "steps: 2\n", [{"kind": "train", "step": 1, "time": 1.0}])
+    return folder
+
+
+@pytest.mark.parametrize("name", SHELLS)
+def test_a_shell_changes_neither_what_is_listed_nor_how_bad_input_is_refused(name: str, runs: Path) -> None:
+    listed = shell(runs, SHELLS[name], "status", str(runs), "--json")
+    assert listed.returncode == 0 and b"Traceback" not in listed.stderr, listed.stderr
+    assert [one["run"] for one in json.loads(listed.stdout)] == [str(runs / "läufe 🦆")]
+    printed = shell(runs, SHELLS[name], "status", str(runs))
+    assert printed.returncode == 0 and printed.stdout.startswith(b"unfinished "), printed.stderr
+    refused = shell(runs, SHELLS[name], "run", "quant=nvfp5")
+    assert refused.returncode == 2 and b"Traceback" not in refused.stderr
+    assert re.search(rb"quant=nvfp5.*nvfp4", refused.stderr, re.DOTALL), refused.stderr
+
+
+def test_a_shell_whose_texts_are_not_in_utf_8_is_refused_with_the_remedy(runs: Path) -> None:
+    given = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    refused = shell(runs, given, "status", str(runs))
+    assert refused.returncode == 2 and b"PYTHONUTF8=1" in refused.stderr and b"Traceback" not in refused.stderr
+    assert shell(runs, given | {"PYTHONUTF8": "1"}, "status", str(runs)).returncode == 0
+
+
+def test_a_sweep_that_an_agent_starts_is_not_the_agents_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its runs would go on in the record of the one before."""
+    for name in ("WANDB_SWEEP_ID", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_PROJECT"):
+        monkeypatch.setenv(name, "x")
+    show = f"import os; open({str(tmp_path / 'seen')!r}, 'w').write(' '.join(os.environ))"
+    assert wait(Child([sys.executable, "-c", show])) == 0
+    assert [name for name in (tmp_path / "seen").read_text().split() if name.startswith("WANDB")] == ["WANDB_PROJECT"]

@@ -24,6 +24,7 @@ from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quantizer.apply import RTN, quantize_model
 from qerl_bench.quantizer.calibration import Calibration
 from qerl_core.checks import ConfigError
+from qerl_core.options import user_options
 from qerl_studies.commands.figure import main as draw_figure
 from qerl_studies.figures.error_decomposition import draw, one_of_each
 from tests.scripts import script
@@ -186,6 +187,18 @@ def test_a_quantizer_that_needs_no_text_packs_the_same_with_some_and_has_its_out
         error = found["with text"][layer].output_error
         assert report.output_error is None and error is not None and 0.02 < error < 0.3
         assert replace(found["with text"][layer], output_error=None) == report
+
+
+def test_the_script_measures_a_format_in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_options, "_in_use", [])
+    (tmp_path / "quant").mkdir()
+    (tmp_path / "quant" / "own.yaml").write_text("defaults: [nvfp4]\nname: own\n")
+    small = ["model=tiny_untrained", "model.layers=1", "quantizer.calibration.samples=2", f"root={tmp_path}"]
+    chosen = ["--formats", "own", "nvfp4", "--quantizers", "awq", "--out", str(tmp_path)]
+    script("studies/quantizers/layer_errors.py").main([*small, "--config-dir", str(tmp_path), *chosen])
+    table = pd.read_parquet(tmp_path / "layers.parquet")
+    errors = {name: layers["relative_error"].tolist() for name, layers in table.groupby("quant")}
+    assert errors["own"] == errors["nvfp4"] and len(errors["own"]) == 7 and 0 < errors["own"][0] < 0.3
 
 
 def test_what_the_dial_does_to_weights_is_what_the_page_says() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import platform
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -110,16 +112,34 @@ def tags_of(config: dict[str, Any]) -> list[str]:
 
 
 def kept_id(run_dir: Path, logger: str, records: list[dict[str, Any]]) -> str | None:
-    """The id of the record that `logger` has of this run; None for a run that has no `records` yet.
+    """The id of the record that `logger` has of this run; None for a run that has no `records` yet, and for a copy.
 
-    A folder that was deleted takes the id with it, so that a run of its name does not go on in the old record.
+    A folder that was deleted takes the id with it, so that a run of its name does not go on in the old record. One
+    that was moved, or is read on another machine, keeps it.
     """
-    file = run_dir / IDS
-    return json.loads(file.read_text()).get(logger) if records and file.is_file() else None
+    known = _known(run_dir) if records else {}
+    id, here = known.get(logger), _place(run_dir)
+    if isinstance(id, str) and not any(known.get(key, value) == value for key, value in here.items()):
+        log.warning("logger=%s: %s is a copy, and begins a record of its own beside %s", logger, run_dir, id)
+        return None
+    return id if isinstance(id, str) else None
 
 
 def keep_id(run_dir: Path, logger: str, id: str) -> None:
-    """Note the id of the record that `logger` has of this run."""
-    file = run_dir / IDS
-    known = json.loads(file.read_text()) if file.is_file() else {}
-    write_atomically(file, json.dumps(known | {logger: id}) + "\n")
+    """Note the id of the record that `logger` has of this run, and where the run is."""
+    write_atomically(run_dir / IDS, json.dumps(_known(run_dir) | _place(run_dir) | {logger: id}) + "\n")
+
+
+def _known(run_dir: Path) -> dict[str, Any]:
+    """What IDS says; nothing if it is missing or damaged, so that the record begins anew with all lines."""
+    try:
+        known = json.loads((run_dir / IDS).read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _place(run_dir: Path) -> dict[str, Any]:
+    """A copy has another inode and another path, or another machine; a folder that was moved keeps the inode."""
+    place = f"{platform.node()}:{run_dir.resolve()}"
+    return {"inode": run_dir.stat().st_ino, "place": hashlib.sha256(place.encode()).hexdigest()[:16]}

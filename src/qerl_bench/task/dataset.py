@@ -177,7 +177,8 @@ class DatasetTask(PromptTask):
                 copies.append(f"line {row.line} = line {kept.line}")
                 require(
                     self.grader.equal(kept.gold, row.gold),
-                    f"task={self.name}: test lines {kept.line} and {row.line} are one question with two answers, "
+                    f"task={self.name}: lines {kept.line} and {row.line} of {self.eval_file or 'the test part'} are "
+                    "one question with two answers, "
                     f"{kept.gold[:40]!r} and {row.gold[:40]!r}; keep the right one",
                 )
         if copies:

@@ -55,6 +55,9 @@ class TolerantStream:
         with self._room():
             try:
                 return self._stream.write(self._shown(text))
+            except UnicodeEncodeError:
+                encoding = self._stream.encoding
+                return self._stream.write(self._shown(text).encode(encoding, "backslashreplace").decode(encoding))
             except OSError:
                 return self._drop(len(text))
 

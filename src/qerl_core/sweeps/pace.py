@@ -85,9 +85,11 @@ TAIL_BYTES = 1 << 16  # more than the records of one step
 
 def total_steps(run: Path) -> int:
     """The steps that the run's config asks for. Raises ConfigError if it is damaged, or of an earlier version."""
-    config = read_config(run / "config.yaml")
-    require("steps" in config, f"{run / 'config.yaml'} has no steps")
-    return config["steps"]
+    file = run / "config.yaml"
+    require(file.is_file(), f"{run} has no config.yaml: put back a copy of it, or delete the folder")
+    steps: Any = read_config(file).get("steps")
+    require(type(steps) is int, f"{file} has no number of steps: put back a copy of it, or delete the folder")
+    return steps
 
 
 def last_step(run: Path) -> int:

@@ -11,17 +11,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qerl_core.checks import ConfigError
+from qerl_core.checks import ConfigError, require
 from qerl_core.process.failure import MARK
 from qerl_core.rundir.checkpoints import is_finished
 from qerl_core.rundir.checksums import DONE
 from qerl_core.rundir.locks import holder
-from qerl_core.rundir.run_checks import refuse_damaged
+from qerl_core.rundir.read_files import REMEDY, read_config, read_object, read_table
+from qerl_core.rundir.recorded_types import RESULT, require_config, require_environment, require_kinds
+from qerl_core.rundir.run_checks import refuse_damaged, vouched_seals
 from qerl_core.sweeps.listing import going_on
-from qerl_core.sweeps.pace import TAIL_BYTES, latest_step, pace_of, tail, total_steps
+from qerl_core.sweeps.pace import TAIL_BYTES, latest_step, pace_of, record_of, tail, total_steps
 
 GOES_ON = ("running", "queued", "waiting")
 STOPPED = ("SIG", "Ctrl-C")  # reasons of runs that somebody ended
+ENDED = ("done", "damaged", "failed", "unfinished")
+RECORDS = {"config.yaml", ".lock", "env.json", "run.log", "seals.jsonl", "metrics.jsonl", "rollouts.jsonl", DONE}
+INSIDE = ("evals", "checkpoints")  # of a run
 
 
 class Status(NamedTuple):
@@ -59,11 +64,13 @@ def below(run: Path, folder: Path) -> Path:
 
 
 def runs_below(folder: Path) -> Iterator[Path]:
-    """The runs in a folder. What lies in a run is none: Hydra's record of it, or another evaluation of it."""
+    """The runs in a folder: of a file of RECORDS alone another program may be the author. What lies in a run is none:
+    Hydra's record of it, another evaluation of it, or a mirror's files."""
     for place, folders, files in os.walk(folder):
-        if "config.yaml" in files or "job.json" in files:
+        found = len(RECORDS & {*files}) > 1 or "job.json" in files
+        if found:
             yield Path(place)
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in ("evals", "checkpoints")]
+        folders[:] = [name for name in folders if not found and not name.startswith(".") and name not in INSIDE]
 
 
 def status_of(run: Path, swept: bool, queue: Callable[[], Container[str] | None]) -> Status:
@@ -77,11 +84,11 @@ def status_of(run: Path, swept: bool, queue: Callable[[], Container[str] | None]
     if swept and state == "unfinished":
         state = "waiting"
     steps, records = None, tail(run)
-    if (run / "config.yaml").exists():
-        try:
-            steps = total_steps(run)
-        except ConfigError as error:
-            note = note if state == "damaged" else f"{note}  {error}"
+    to_begin = swept or (run / "job.json").exists()
+    try:
+        steps = None if to_begin and not (run / "config.yaml").exists() else total_steps(run)
+    except ConfigError as error:
+        state, note = ("damaged", note or str(error)) if state in ENDED else (state, f"{note}  {error}")
     return Status(run, state, latest_step(records), steps, pace_of(records), note)
 
 
@@ -105,13 +112,27 @@ def state_of(run: Path) -> tuple[str, str]:
 def damage_of(run: Path, finished_ns: int) -> str | None:
     """What is wrong with a run that was finished at this time, as the run itself would say; None if it is whole.
 
-    That is looked up once, since files of a finished run are hashed for it.
+    That is looked up once, since files of a finished run are hashed for it, or read where it has no checksums.
     """
     try:
         refuse_damaged(run)
+        if not vouched_seals(run):
+            require_readable(run)
     except (ConfigError, OSError) as error:
         return str(error)
     return None
+
+
+def require_readable(run: Path) -> None:
+    """Raise ConfigError if what a finished run says of itself, its lines or its answers cannot be read."""
+    require_config(str(run / "config.yaml"), read_config(run / "config.yaml"), REMEDY)
+    require_kinds(str(run / DONE), read_object(run / DONE, REMEDY), RESULT, REMEDY)
+    if (run / "env.json").is_file():
+        require_environment(str(run / "env.json"), read_object(run / "env.json", REMEDY), REMEDY)
+    for number, line in enumerate((run / "metrics.jsonl").read_bytes().splitlines(), start=1):
+        require(record_of(line) is not None, f"{run / 'metrics.jsonl'}, line {number}: not a record. {REMEDY}")
+    if (run / "samples.parquet").is_file():
+        read_table(run / "samples.parquet", ["correct"])
 
 
 def job_in(path: Path) -> dict[str, Any]:

@@ -24,8 +24,9 @@ from qerl_studies.figures.forest import all_claims, svg
 from qerl_studies.report.claims_page import markdown, page_table, summary_text, verdict_table
 from qerl_studies.report.primary import primary_page
 from qerl_studies.report.sessions import read_once
-from qerl_studies.runs.comparable import load_runs
+from qerl_studies.runs.comparable import check_comparable
 from qerl_studies.runs.load import Run
+from qerl_studies.runs.readable import readable
 from qerl_studies.runs.script import parser_for
 from qerl_studies.runs.settings import by_scope
 from qerl_studies.tables.paper import add_format, write_table
@@ -41,12 +42,14 @@ def main(arguments: list[str] | None = None) -> None:
     add_format(parser, default=None)
     options = parser.parse_args(words)
 
-    runs = with_values(load_runs(shown_runs(options.runs, options.without), options.mixed_code), options.where)
+    found, left_out = readable(shown_runs(options.runs, options.without))
+    check_comparable(found, options.mixed_code)
+    runs = with_values(found, options.where)
     own = primary_pages(run.path.parent for run in runs)
     claims = shown_claims() if options.papers == QERL else families()[options.papers]
     results = {scope: evaluate_claims(claims, group) for scope, group in by_scope(runs).items()}
     if options.papers == QERL:
-        whose, picture, files = "QeRL", "claims", {"claims.md": markdown(results, runs)}
+        whose, picture, files = "QeRL", "claims", {"claims.md": markdown(results, runs, left_out)}
     else:
         tables = [f"## {scope}\n\n{page_table(of_scope)}" for scope, of_scope in results.items()]
         whose = "later papers" if options.papers == "literature" else options.papers

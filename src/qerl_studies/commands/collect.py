@@ -9,10 +9,13 @@ writes all.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from qerl_core.checks import require
 from qerl_studies.design.looks import shown_runs
 from qerl_studies.runs.collect import write_study
 from qerl_studies.runs.load import load_run
+from qerl_studies.runs.readable import readable, whole_run
 from qerl_studies.runs.script import parser_for
 
 
@@ -23,7 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--csv", action="store_true", help="write tidy.csv too, about twenty times as large")
     options = parser.parse_args(arguments)
 
-    paths = shown_runs(options.runs, options.without)
+    paths, _ = readable(shown_runs(options.runs, options.without), _read)
     metrics = [] if "all" in options.metrics else options.metrics
     if named := {*metrics} - {"study"}:
         named -= {str(name) for path in paths for name in load_run(path).metrics["metric"].unique()}
@@ -31,3 +34,9 @@ def main(arguments: list[str] | None = None) -> None:
     study = write_study(paths, options.out, options.mixed_code, metrics, options.csv)
     print(f"{study.runs} runs, {study.unfinished} of them unfinished, {study.rows} numbers: {options.out}")
     print(f"cost of the finished runs: {study.cost}")
+
+
+def _read(path: Path) -> Path:
+    """The path of a run that can be read, and not its numbers: many runs do not fit in memory."""
+    whole_run(path)
+    return path

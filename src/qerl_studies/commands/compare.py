@@ -33,7 +33,8 @@ from qerl_studies.figures.headline import HEADLINES, Headline, by_step, mean_of,
 from qerl_studies.runs.committed import find_study, is_study, read_study
 from qerl_studies.runs.comparable import check_comparable
 from qerl_studies.runs.environments import is_reported
-from qerl_studies.runs.load import Cell, Run, load_run
+from qerl_studies.runs.load import Cell, Run
+from qerl_studies.runs.readable import readable
 from qerl_studies.tables.paper import Table, add_format, write_table
 
 Arm = dict[Cell, Run]
@@ -56,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
         "pattern, so that the shell does not expand it: 'runs/*-nvfp4-*' 'runs/*-bf16-*'",
     )
     patterns = (options.first, options.second)
-    runs = [[load_run(path) for path in paths(pattern)] for pattern in patterns]
+    runs = [readable(paths(pattern))[0] for pattern in patterns]
     together = {run.path: run for arm in runs for run in arm}
     check_comparable([*together.values()], options.mixed_code)
     first, second = (arm_of(pattern, arm) for pattern, arm in zip(patterns, runs, strict=True))

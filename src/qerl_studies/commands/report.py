@@ -20,8 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from os.path import commonpath
 from pathlib import Path
 
-from qerl_core.checks import ConfigError, require
-from qerl_core.process.arguments import wrap_lines
+from qerl_core.checks import ConfigError
 from qerl_core.rundir.durable import write_atomically
 from qerl_core.sweeps.status import GOES_ON, statuses
 from qerl_studies.claims.registry import with_own_folders
@@ -32,7 +31,8 @@ from qerl_studies.report.run_page import has_samples, run_page
 from qerl_studies.report.study_page import evaluated, study_page, verdict_counts
 from qerl_studies.runs.comparable import check_comparable
 from qerl_studies.runs.find import by_folder
-from qerl_studies.runs.load import Run, load_run
+from qerl_studies.runs.load import Run
+from qerl_studies.runs.readable import readable, whole_run
 from qerl_studies.runs.script import parser_for
 
 WATCH_S = 30
@@ -66,18 +66,21 @@ def report(options: Namespace, refresh_s: int | None, loaded: dict[Path, Run]) -
     `loaded` keeps finished runs from one call to the next. Raises ConfigError as `shown_runs`, `read_study` and
     `check_comparable` do, before a file is written, if no run can be read, and for damaged completions.
     """
-    studies = by_study(shown_runs(options.runs, options.without))
+    found, left_out = readable(shown_runs(options.runs, options.without), lambda path: (path, _load(path, loaded)))
+    studies = by_study(dict(found))
     out: Path = options.out
     texts: dict[Path, str] = {}
     pages: list[tuple[str, Mapping[str, int], int]] = []
     samples: dict[Path, Path] = {}  # the page of a run
     for name, members in studies.items():
         folder = out if len(studies) == 1 else out / name
-        runs, left_out = comparable(members, loaded, options.mixed_code)
+        runs = comparable(members, dict(found), options.mixed_code)
+        folders = {path.parent for path in members}
+        beside = {path.name: reason for path, reason in left_out.items() if path.parent in folders}
         viewers = {run.name: f"samples/{run.path.name}.html" for run in runs if has_samples(run.path)}
         title = name if len(studies) > 1 else _title(options.runs, members)
         results = evaluated(title, runs)
-        texts[folder / INDEX] = study_page(title, runs, results, viewers, refresh_s, left_out)
+        texts[folder / INDEX] = study_page(title, runs, results, viewers, refresh_s, beside)
         pages.append((name, verdict_counts(results), len(runs)))
         targets = {run.path: folder / viewers[run.name] for run in runs if run.name in viewers}
         samples |= {run: target for run, target in targets.items() if not (refresh_s and _is_newer(target, run))}
@@ -101,29 +104,15 @@ def by_study(paths: Iterable[Path]) -> dict[str, list[Path]]:
     return {folder.relative_to(above).as_posix(): members for folder, members in folders.items()}
 
 
-def comparable(members: Sequence[Path], loaded: dict[Path, Run], mixed_code: bool) -> tuple[list[Run], dict[str, str]]:
-    """The runs of a study that can be read, and why each of the others cannot, by its name; each is told to stderr.
-
-    Sessions may be of several versions of the code: no pair of runs is from two of them.
-    """
+def comparable(members: Sequence[Path], found: Mapping[Path, Run], mixed_code: bool) -> list[Run]:
+    """The runs of a study, checked. Sessions may be of several versions of the code: no pair of runs is from two."""
     in_sessions = _in_sessions(members)
-    left_out: dict[str, str] = {}
-    if in_sessions is None:
-        runs = []
-        for path in members:
-            try:
-                runs.append(_load(path, loaded))
-            except ConfigError as error:
-                if len(members) == 1:
-                    raise
-                print(wrap_lines(f"left out: {error}"), file=sys.stderr)
-                left_out[path.name] = str(error).replace(str(path), path.name)
-        require(bool(runs), f"none of the {len(members)} runs can be read, for the reasons above")
-    else:
+    runs = [found[path] for path in members]
+    if in_sessions is not None:
         chosen = {path.absolute() for path in members}
         runs = [run for run in read_study(in_sessions).runs.values() if run.path in chosen]
     check_comparable(runs, mixed_code or in_sessions is not None)
-    return runs, left_out
+    return runs
 
 
 def _in_sessions(members: Sequence[Path]) -> Path | None:
@@ -139,7 +128,7 @@ def _title(folders: Sequence[Path], members: Sequence[Path]) -> str:
 
 def _load(path: Path, loaded: dict[Path, Run]) -> Run:
     if path not in loaded:
-        run = load_run(path)
+        run = whole_run(path)
         if not run.finished:
             return run
         loaded[path] = run

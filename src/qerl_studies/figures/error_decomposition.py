@@ -16,6 +16,7 @@ PARTS = {
     "dead_zone": "in weights rounded to zero (dead zone)",
     "scale_bias": "a change of scale of layers (scale bias)",
 }
+COLUMNS = ["layer", "quant", "quantizer", "relative_error", "output_error", *PARTS]  # of layers.parquet, that it reads
 QUANTIZERS = ("rtn", "mse", "awq", "gptq")
 
 

@@ -11,11 +11,13 @@ from typing import Any
 import pandas as pd
 
 from qerl_core.checks import require
+from qerl_core.rundir.read_files import read_table
 from qerl_studies.design.looks import shown_runs
-from qerl_studies.figures.error_decomposition import one_of_each
+from qerl_studies.figures.error_decomposition import COLUMNS, one_of_each
 from qerl_studies.runs.comparable import load_runs
 from qerl_studies.runs.find import leave_out
 from qerl_studies.runs.load import Run
+from qerl_studies.runs.readable import readable
 from qerl_studies.runs.settings import Study
 
 
@@ -77,5 +79,6 @@ def layers(options: Namespace) -> pd.DataFrame:
     files = [folder / "layers.parquet" for folder in leave_out(found, options.without)]
     folders = ", ".join(map(str, options.runs))
     require(len(files) > 0, f"no layers.parquet in {folders}: give folders of runs, exports or a committed table")
-    table = pd.concat([pd.read_parquet(file).assign(file=str(file)) for file in files])
+    tables, _ = readable(files, lambda file: read_table(file, COLUMNS).assign(file=str(file)))
+    table = pd.concat(tables)
     return one_of_each(table.query("relative_error > 0"))

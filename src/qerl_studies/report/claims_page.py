@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -19,25 +20,26 @@ from qerl_studies.tables.markdown import markdown_table
 from qerl_studies.tables.paper import Table
 from qerl_studies.tables.templates import templates
 
+Results = Mapping[str, Sequence[ClaimResult]]  # by model and task
 SUMMARY = ("claim", "primary contrast", "effect [95 % interval]", "greedy", "from", "detectable", "why", "the paper")
 LATER = ("paper", "claim", "experiment", "verdict", "effect [95 % interval]")
 COMPARISONS = ("contrast", "setting", "role", "mean of each arm", "effect [95 % interval], not adjusted", "from")
 
 
-def markdown(results: Mapping[str, Sequence[ClaimResult]], runs: Sequence[Run]) -> str:
-    """The text of claims.md; `results` are by model and task."""
+def markdown(results: Results, runs: Sequence[Run], unread: Collection[Path] = ()) -> str:
+    """The text of claims.md; `results` are by model and task, `unread` are runs that cannot be read."""
     environment = templates("qerl_studies.report")
     environment.filters["cell"] = lambda text: text.replace("|", "/")
-    return environment.get_template("claims.md").render(content(results, runs))
+    return environment.get_template("claims.md").render(content(results, runs, unread))
 
 
-def content(results: Mapping[str, Sequence[ClaimResult]], runs: Sequence[Run]) -> dict[str, Any]:
+def content(results: Results, runs: Sequence[Run], unread: Collection[Path] = ()) -> dict[str, Any]:
     """What the templates of a report are filled with."""
     scopes = [_scope(name, scope_results) for name, scope_results in results.items()]
     papers = dict.fromkeys(one.claim.paper for of_scope in results.values() for one in of_scope)
     return {
         "whose": " and ".join(papers) or "QeRL",
-        "material": _material(runs),
+        "material": _material(runs, unread),
         "direction": f"{DIRECTION:g}",
         "smallness": f"{SMALLNESS:g}",
         "published": any(claim["differing"] for scope in scopes for claim in scope["claims"]),
@@ -113,10 +115,13 @@ def verdict_cells(result: ClaimResult) -> tuple[str, str]:
     return f"{verdict}{reason}", "; ".join(effects) or "-"
 
 
-def _material(runs: Sequence[Run]) -> str:
+def _material(runs: Sequence[Run], unread: Collection[Path]) -> str:
     """Which runs were read."""
     unfinished = [run.name for run in runs if not run.finished]
     left_out = f" Unfinished and left out ({len(unfinished)}): {', '.join(unfinished)}." if unfinished else ""
+    if unread:
+        names = ", ".join(sorted(path.name for path in unread))
+        left_out += f" Left out, because they cannot be read ({len(unread)}): {names}."
     codes, blocks = sorted({run.code for run in runs}), sorted({run.block for run in runs})
     bases = len({run.base for run in runs})
     models = f"{bases} base models" if bases > 1 else "one base model, so the intervals hold for it alone"

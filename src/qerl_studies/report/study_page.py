@@ -19,7 +19,7 @@ from qerl_studies.claims.match import Contrast
 from qerl_studies.claims.registry import shown_claims
 from qerl_studies.figures.style import format_order
 from qerl_studies.report.axes import AXES, _is_number, axis_of
-from qerl_studies.report.claims_page import content, label_of, row_of
+from qerl_studies.report.claims_page import Results, content, label_of, row_of
 from qerl_studies.report.doses import DOSES, doses_of
 from qerl_studies.report.own_runs import own_content
 from qerl_studies.report.page import colors, page
@@ -41,9 +41,6 @@ COLUMNS = {  # of the table of runs: heading, name in qerl_studies/tables/termin
     "tokens/s": ("rollout_tok_s", ",.0f"),
     "peak GiB": ("peak_gib", ".2f"),
 }
-
-
-Results = Mapping[str, Sequence[ClaimResult]]  # by model and task
 
 
 def evaluated(title: str, runs: Sequence[Run]) -> Results:

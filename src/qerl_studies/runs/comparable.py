@@ -11,8 +11,9 @@ import pyarrow as pa
 from qerl_core.checks import ConfigError, require
 from qerl_studies.runs.environments import attempts_of, codes_of, is_reported
 from qerl_studies.runs.find import chosen_runs
-from qerl_studies.runs.load import Run, load_run, tidy_rows
+from qerl_studies.runs.load import Run, tidy_rows
 from qerl_studies.runs.parse import first_names
+from qerl_studies.runs.readable import readable
 
 
 def check_comparable(runs: Sequence[Run], mixed_code: bool) -> None:
@@ -83,8 +84,9 @@ def _require_one_model_per_name(runs: Sequence[Run]) -> None:
 def load_runs(
     folders: Iterable[str | os.PathLike[str]], mixed_code: bool = False, without: Sequence[str] = ()
 ) -> list[Run]:
-    """The runs of `chosen_runs`, for a comparison. Raises ConfigError as it does, `load_run` and `check_comparable`."""
-    runs = [load_run(path) for path in chosen_runs(folders, without)]
+    """The runs of `chosen_runs` that are `readable`, for a comparison. Raises ConfigError as these and
+    `check_comparable` do."""
+    runs, _ = readable(chosen_runs(folders, without))
     check_comparable(runs, mixed_code)
     return runs
 

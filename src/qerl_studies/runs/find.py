@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from qerl_core.checks import require
+from qerl_core.checks import ConfigError, require
+from qerl_core.process.arguments import wrap_lines
 from qerl_studies.runs.committed import SETTINGS, find_study, is_study, read_study
 from qerl_studies.runs.reported import REPORTED
 
@@ -16,20 +18,29 @@ def find_runs(root: str | os.PathLike[str]) -> list[Path]:
     """The runs at or below `root`, sorted: each folder with metrics.jsonl, or with config.yaml and checkpoints, and
     STUDY/NAME for each run of a committed study.
 
-    Folders inside a run or a study are not searched. Raises ConfigError if there is no such folder, or no run.
+    Folders inside a run or a study are not searched. A study beside runs that cannot be read is left out and told to
+    stderr. Raises ConfigError if there is no such folder, or no run, or for a study that stands alone.
     """
     root = Path(root)
     if find_study(root) is not None:
         return [root]
     require(root.is_dir(), f"{root} is not a folder: pass a run directory, or a folder that holds runs")
-    runs = []
+    runs: list[Path] = []
+    unread: list[ConfigError] = []
     for folder, subfolders, files in os.walk(root):
         if "metrics.jsonl" in files or ("config.yaml" in files and "checkpoints" in subfolders):
             runs.append(Path(folder))
             subfolders.clear()
         elif {SETTINGS, f"{SETTINGS}.gz", REPORTED} & {*files} and is_study(Path(folder)):
-            runs += [Path(folder) / name for name in read_study(Path(folder)).runs]
             subfolders.clear()
+            try:
+                runs += [Path(folder) / name for name in read_study(Path(folder)).runs]
+            except ConfigError as error:
+                unread.append(error)
+    for error in unread:
+        if not runs:
+            raise error
+        print(wrap_lines(f"left out: {error}"), file=sys.stderr)
     require(
         bool(runs),
         f"no run in {root}: a run is a folder with config.yaml and metrics.jsonl. "
