@@ -1,5 +1,6 @@
-"""What a checkout weighs: 18.4 MB, of which the study on released models has 3.75, and will have more, the fair test
-0.4, and what earlier versions stored 1.4: each that stores otherwise may add to it."""
+"""What a checkout weighs: 19.7 MB. The study on released models has 3.8 of them, the fair test 1.1, what earlier versions
+stored 1.5. Of the rest, programs made 6.3 (tables, pictures, notebooks), and people wrote 7.3: this grows with what the
+harness does, and somebody reads each line of it."""
 
 from __future__ import annotations
 
@@ -14,17 +15,20 @@ ROOT = Path(__file__).resolve().parents[2]
 BOUGHT = "studies/real-2026/"  # card time, which no test repeats: copies of two sizes, further arms, looks
 FAIR = "studies/fair-2026/"  # card time too: its first part has 0.4 MB a size, and parts that train are to come
 STORED = "tests/assets/stored/"  # never made anew
+WRITTEN, MADE = "written", "made"  # of all other files
+WORDS = {".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".sh", ".cff"}
 
 
 def test_a_checkout_stays_small() -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("no git checkout")
-    sizes = {"": 0, BOUGHT: 0, FAIR: 0, STORED: 0}
+    sizes = {BOUGHT: 0, FAIR: 0, STORED: 0, WRITTEN: 0, MADE: 0}
     for name in filter(None, listed.stdout.split("\0")):
-        place = next((folder for folder in (BOUGHT, FAIR, STORED) if name.startswith(folder)), "")
+        other = WRITTEN if Path(name).suffix in WORDS else MADE
+        place = next((folder for folder in (BOUGHT, FAIR, STORED) if name.startswith(folder)), other)
         sizes[place] += (ROOT / name).stat().st_size if (ROOT / name).is_file() else 0
-    assert sizes[""] < 13.25e6 and sizes[STORED] < 1.5e6
+    assert sizes[WRITTEN] < 7.5e6 and sizes[MADE] < 6.4e6 and sizes[STORED] < 1.5e6
     assert sizes[BOUGHT] < 3.8e6 and sizes[FAIR] < 1.5e6
 
 
