@@ -1,6 +1,6 @@
-"""What a checkout weighs: 19.7 MB. The study on released models has 3.8 of them, the fair test 1.1, what earlier versions
-stored 1.5. Of the rest, programs made 6.3 (tables, pictures, notebooks), and people wrote 7.3: this grows with what the
-harness does, and somebody reads each line of it."""
+"""What a checkout weighs: 19.7 MB. The study on released models has 3.8 of them, the fair test 1.1, what earlier
+versions stored 1.5. Of the rest, programs made 6.3 (tables, pictures, notebooks), and people wrote 7.3: this grows with
+what the harness does, and somebody reads each line of it."""
 
 from __future__ import annotations
 
