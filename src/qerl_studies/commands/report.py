@@ -69,7 +69,7 @@ def report(options: Namespace, refresh_s: int | None, loaded: dict[Path, Run]) -
     studies = by_study(shown_runs(options.runs, options.without))
     out: Path = options.out
     texts: dict[Path, str] = {}
-    pages: list[tuple[str, Mapping[str, int], int]] = []
+    pages: list[tuple[str, Mapping[tuple[str, str], int], int]] = []
     samples: dict[Path, Path] = {}  # the page of a run
     for name, members in studies.items():
         folder = out if len(studies) == 1 else out / name
