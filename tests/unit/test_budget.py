@@ -94,9 +94,12 @@ def test_intervals_are_over_copies_and_a_table_that_was_written_gives_the_page_a
 
 def _scores(policy: Any) -> torch.Tensor:
     fields: Any = {"prompt": None, "sample": 0, "logprobs": [], "entropies": [], "text": "", "finished": True}
-    rollout = Rollout(prompt_ids=IDS[:4], token_ids=IDS[4:], **fields)
+    rollouts = [Rollout(prompt_ids=IDS[:cut], token_ids=IDS[cut:end], **fields) for cut, end in ((4, 12), (2, 9))]
     with torch.inference_mode():
-        return scores(policy, rollout)
+        longer, shorter = scores(policy, rollouts)
+        for rollout, found in zip(rollouts, (longer, shorter), strict=True):  # whatever stands beside it
+            torch.testing.assert_close(scores(policy, [rollout])[0], found, rtol=0, atol=1e-4)
+    return longer
 
 
 def test_each_cell_computes_what_the_options_of_a_run_compute() -> None:
@@ -114,6 +117,7 @@ def test_each_cell_computes_what_the_options_of_a_run_compute() -> None:
         policy = build_policy(build(compose([*WORDS, *words])), None, "cpu")
         with cells.cell(parts):
             torch.testing.assert_close(_scores(cells.policy), _scores(policy), rtol=0, atol=2e-4)
+            assert not parts or (_scores(cells.policy) - start).abs().max() > 0.01
         assert torch.equal(_scores(cells.policy), start)  # and nothing is left of it
     found = {}
     for parts in subsets(("keys", "values", "inputs", "weights", "head")):

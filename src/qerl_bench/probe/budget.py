@@ -40,6 +40,7 @@ from qerl_core.rundir.stops import note_at_stop
 from qerl_kernels.activations import round_blocks
 from qerl_studies.probes.budget import KEYS, cell_name
 
+ROWS = 16  # of a pass that scores texts
 Matrices = Mapping[tuple[torch.nn.Module, str], torch.Tensor]  # by module and name of its parameter
 
 
@@ -188,7 +189,7 @@ def measure_cells(
     policy, task = cells.policy, plain.task
     engine = plain.engine.build(policy)
     texts = asked_at(task, engine, prompts, 1.0, samples, "answers").rollouts
-    known = [scores(policy, text) for text in texts]
+    known = scores(policy, texts)
     found = {}
     for parts in bar(subsets(cells.parts), "measuring cells", 2 ** len(cells.parts), "cells"):
         name = cell_name(parts)
@@ -208,10 +209,10 @@ def _numbers(
     known: Sequence[torch.Tensor],
 ) -> dict[str, float]:
     with cells.cell(parts):
-        forced = [scores(cells.policy, text) for text in texts]
+        forced = scores(cells.policy, texts)
         asked = asked_at(task, engine, prompts, 1.0, samples, "answers")
-        own = [scores(cells.policy, answer) for answer in asked.rollouts]
-    unrounded = [scores(cells.policy, answer) for answer in asked.rollouts]
+        own = scores(cells.policy, asked.rollouts)
+    unrounded = scores(cells.policy, asked.rollouts)
     right = [row["correct"] if row["lenient"] is None else row["lenient"] for row in asked.rows]
     return {
         "texts_kl": mean_kl(known, forced),
@@ -223,12 +224,20 @@ def _numbers(
     }
 
 
-def scores(policy: Policy, rollout: Rollout) -> torch.Tensor:
-    """Log-probabilities (T, V) in FP32 at each token of a completion, in a pass of training."""
-    ids = torch.tensor([[*rollout.prompt_ids, *rollout.token_ids]], device=policy.device)
-    kept = len(rollout.token_ids) + 1
-    logits = policy.model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits[0, -kept:-1]
-    return torch.log_softmax(logits.float(), -1)
+def scores(policy: Policy, rollouts: Sequence[Rollout]) -> list[torch.Tensor]:
+    """Log-probabilities (T, V) in FP32 at each token of each completion, in passes of training over padded rows."""
+    found = []
+    for start in range(0, len(rollouts), ROWS):
+        rows = [[*one.prompt_ids, *one.token_ids] for one in rollouts[start : start + ROWS]]
+        width = max(map(len, rows))
+        ids = torch.tensor([row + [policy.pad_id] * (width - len(row)) for row in rows], device=policy.device)
+        begins = [len(one.prompt_ids) - 1 for one in rollouts[start : start + ROWS]]  # what predicts the first token
+        kept = width - min(begins)
+        logits = policy.model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits  # padding is behind all
+        for row, begin, one in zip(logits, begins, rollouts[start : start + ROWS], strict=True):
+            at = begin - (width - kept)
+            found.append(torch.log_softmax(row[at : at + len(one.token_ids)].float(), -1))
+    return found
 
 
 def mean_kl(from_: Sequence[torch.Tensor], to: Sequence[torch.Tensor]) -> float:
