@@ -7,7 +7,9 @@ Words with other keys are options of a run. The answer formats are compared on g
 format; all else is asked in the best of them, unless the words set task.answer_format. Temperatures below 1 have top-p
 0.95. Noise is measured where the run's `noise` options put it: a curve over `sigmas`, and the sigma that raises the
 entropy by `rise` (0: none). With `contamination=N` the first weight format completes N questions of each part of the
-task, which shows whether it knows them by heart. Prints tables and a recommendation, and writes probe.html, a page of
+task, which shows whether it knows them by heart. With `budget=weights,inputs,keys,values,head,norms` all subsets of
+these parts are rounded to the second of two `formats`, and nothing else is asked: budget.md says which part costs what,
+of `copies=N` of a GGUF file with intervals. Prints tables and a recommendation, and writes probe.html, a page of
 these with some answers, probe.md, probe.json and answers.parquet, a row for each answer. While it goes on
 parts-KEY/probe.md has the tables so far, and the same command goes on behind a stop or kill. Weight formats that cannot
 run here are left out, with a line.
@@ -33,7 +35,10 @@ from qerl_core.process.arguments import KeyValueParser, output_folder, unwritabl
 from qerl_core.process.cards import require_gpu
 from qerl_core.process.terminal import log_to_stderr
 from qerl_core.rundir.durable import write_atomically
+from qerl_studies.figures.style import save
+from qerl_studies.probes import budget_page
 from qerl_studies.probes.advice import advice
+from qerl_studies.probes.budget import NAMES
 from qerl_studies.probes.page import markdown
 
 FORMATS = ("bf16", "nvfp4", "mxfp4", "nf4")
@@ -52,6 +57,7 @@ def parser() -> KeyValueParser:
         "answer-formats": (str, None, f"of {', '.join(ANSWER_FORMATS)} (default: all)"),
         "temperatures": (float, [0.0, 0.6, 1.0], "to answer at, 0 is greedy (default: 0,0.6,1)"),
         "sigmas": (float, [], "sizes of noise to measure (default: none)"),
+        "budget": (str, [], f"parts to round in all subsets, and nothing else: of {', '.join(NAMES)}"),
     }
     for name, (kind, default, told_of) in listed.items():
         found.add_argument(f"--{name}", type=kind, nargs="+", default=default, help=told_of)
@@ -60,6 +66,7 @@ def parser() -> KeyValueParser:
         ("samples", 8, "answers to each, one at temperature 0 (default: 8)"),
         ("texts", 64, "questions of which answers.parquet has the texts (default: 64)"),
         ("contamination", 0, "questions of each part to complete from their beginnings (default: none)"),
+        ("copies", 0, "of a GGUF file that a budget is measured on (default: the file itself)"),
     ):
         found.add_argument(f"--{name}", type=int, default=default, help=told_of)
     found.add_argument(
@@ -78,6 +85,9 @@ def main(arguments: list[str]) -> None:
         logging.getLogger(package).setLevel(logging.ERROR)
     options, words = parse_options(arguments)
     check(options, words)
+    if options.budget:
+        budget(options, words)
+        return
     experiments: dict[str, Experiment] = {}
     for quant in options.formats:
         experiments[quant] = build(compose([*words, *format_words(quant)]))
@@ -108,6 +118,19 @@ def main(arguments: list[str]) -> None:
     print(text, *(out / name for name in ("probe.html", "probe.md", "probe.json", "answers.parquet")), sep="\n")
 
 
+def budget(options: Any, words: Sequence[str]) -> None:
+    """Measure all cells of a precision budget and write its page, figure and tables."""
+    from qerl_bench.probe.budget import budget_of  # with torch
+
+    record, out, parts = budget_of(options, words)
+    write_atomically(out / "budget.json", json.dumps(record, indent=1))
+    write_atomically(out / "budget.csv", budget_page.table(record))
+    write_atomically(out / "budget.md", text := budget_page.markdown(record))
+    save(budget_page.figure(record), out / "budget")
+    parts.drop()
+    print(text, *(out / f"budget.{kind}" for kind in ("md", "svg", "csv", "json")), sep="\n")
+
+
 def parse_options(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     """The options of this command, and the words of a run among `arguments`."""
     search_path, others = split_search_path(arguments)
@@ -128,8 +151,12 @@ def check(options: Any, words: Sequence[str]) -> None:
         bool({"model", "experiment"} & keys_of(words)),
         "a probe looks at a model: give one, model=ORG/NAME, a folder, or a GGUF file, and a task",
     )
-    check_fields(options, "", questions=count(2), samples=count(2), texts=count(0), rise=number(0, 1))
-    check_fields(options, "", split=one_of("train", "held_out"), contamination=count(0))
+    check_fields(options, "", questions=count(2), texts=count(0), rise=number(0, 1))
+    check_fields(options, "", samples=count(1 if options.budget else 2))
+    check_fields(options, "", split=one_of("train", "held_out"), contamination=count(0), copies=count(0))
+    for name in options.budget:
+        one_of(*NAMES)("each of budget", name)
+    require(options.copies == 0 or bool(options.budget), "copies are of a budget: give its parts, budget=weights,keys")
     require(options.contamination != 1, "contamination must be 0 or at least 2 questions of each part, got 1")
     for sigma in options.sigmas:
         number(above=0)("each of sigmas", sigma)
@@ -141,7 +168,7 @@ def check(options: Any, words: Sequence[str]) -> None:
     )
     for name in options.answer_formats or ():
         one_of(*ANSWER_FORMATS)("each of answer_formats", name)
-    for key in ("formats", "answer_formats", "temperatures", "sigmas"):
+    for key in ("formats", "answer_formats", "temperatures", "sigmas", "budget"):
         values = [f"{one}" for one in getattr(options, key) or ()]
         require(len({*values}) == len(values), f"{key}={','.join(values)} names one twice")
     require(

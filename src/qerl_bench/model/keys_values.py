@@ -20,6 +20,7 @@ from qerl_bench.quant.kv_kinds import Kinds
 from qerl_kernels.activations import fallen_back, round_rows
 
 REASON = "keys and values are rounded"  # why a recorded path is not taken
+BOTH = ("keys", "values")
 ATTRIBUTE = "keys_values"  # of each module of a model whose keys and values are rounded
 
 
@@ -40,6 +41,7 @@ class KVRounding:
     def __init__(self, kinds: Kinds, device: torch.device) -> None:
         self.kinds, self.kind, self.sampled = kinds, kinds.train, kinds.rollout
         self.on, self.fused, self.at_pages = True, True, False
+        self.parts: frozenset[str] = frozenset(BOTH)  # which of the two are rounded
         self.counts = torch.zeros(2, dtype=torch.long, device=device)  # of numbers: lost, of how many
         self.scales = torch.zeros(2, dtype=torch.long, device=device)  # of tokens and heads: fallen back, of how many
         self.watched: tuple[list[Seen], list[Seen]] | None = None
@@ -59,8 +61,9 @@ class KVRounding:
     def __call__(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.on or self.kind == NOT_ROUNDED or self.watched is not None:
             return key, value
-        rounded: Any = tuple(_StraightThrough.apply(x, self) for x in (key, value))
-        return rounded
+        kept: Any = {"keys": key, "values": value}
+        kept |= {part: _StraightThrough.apply(kept[part], self) for part in BOTH if part in self.parts}
+        return kept["keys"], kept["values"]
 
     @contextmanager
     def sampling(self, at_pages: bool) -> Iterator[None]:

@@ -1,0 +1,206 @@
+"""`qerl-bench probe budget=`: cells against policies with the same options, Shapley shares by hand."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qerl_bench.commands.probe import main
+from qerl_bench.config import build, compose
+from qerl_bench.model_setup import build_policy
+from qerl_bench.probe.budget import Cells, experiments_of, mean_entropy, mean_kl, scores, subsets
+from qerl_core.checks import ConfigError
+from qerl_core.records import Rollout
+from qerl_kernels import nvfp4
+from qerl_studies.probes import budget_page
+from qerl_studies.probes.budget import MEASURES, NAMES, NOTHING, alone, cell_name, last, over_copies, shapley, whole
+
+IDS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26]
+WORDS = (
+    "task=arithmetic",
+    "device=cpu",
+    "model=tiny_untrained",
+    "model.hidden_size=64",
+    "model.heads=2",
+    "model.layers=2",
+)
+
+
+# --- shares -----------------------------------------------------------------------------------------------------------
+
+
+def _cells(parts: tuple[str, ...], value: Callable[[frozenset[str]], float]) -> dict[str, dict[str, float]]:
+    return {cell_name(chosen): dict.fromkeys(MEASURES, value(frozenset(chosen))) for chosen in subsets(parts)}
+
+
+def test_shares_sum_to_the_whole_and_are_the_mean_over_all_orders() -> None:
+    draw = random.Random(0)
+    drawn: dict[frozenset[str], float] = {}
+    cells = _cells(NAMES, lambda chosen: drawn.setdefault(chosen, draw.gauss(0, 1)))
+    assert len(cells) == 64
+    found = shapley(cells, NAMES, "texts_kl")
+    assert math.fsum(found.values()) == pytest.approx(drawn[frozenset(NAMES)] - drawn[frozenset()], abs=1e-12)
+    rises: dict[str, list[float]] = {part: [] for part in NAMES}
+    for order in itertools.permutations(NAMES):
+        for place, part in enumerate(order):
+            rises[part].append(drawn[frozenset(order[: place + 1])] - drawn[frozenset(order[:place])])
+    for part in NAMES:
+        assert found[part] == pytest.approx(math.fsum(rises[part]) / len(rises[part]), abs=1e-12)
+
+
+def test_parts_that_add_up_have_what_each_brings_and_a_pair_halves_what_it_brings_together() -> None:
+    brings = dict(zip(NAMES, (5.0, -1.0, 0.0, 2.5, 0.25, 1e-3), strict=True))
+    cells = _cells(NAMES, lambda chosen: 7 + sum(brings[part] for part in chosen))
+    for of in (shapley, alone, last):
+        assert of(cells, NAMES, "own_kl") == pytest.approx(brings, abs=1e-12)
+    cells = _cells(NAMES, lambda chosen: 4.0 * ({"keys", "values"} <= chosen))
+    assert shapley(cells, NAMES, "own_kl") == pytest.approx(dict.fromkeys(NAMES, 0) | {"keys": 2, "values": 2})
+    assert set(alone(cells, NAMES, "own_kl").values()) == {0} and last(cells, NAMES, "own_kl")["keys"] == 4
+
+
+def test_intervals_are_over_copies_and_a_table_that_was_written_gives_the_page_again() -> None:
+    parts = ("weights", "keys")
+    copies = {}
+    for copy in range(3):
+        cells = _cells(parts, lambda chosen, copy=copy: len(chosen) * (1 + copy))
+        copies[str(copy)] = {name: {**one, "tokens": 9.0} for name, one in cells.items()}
+    record = {
+        "parts": parts,
+        "copies": copies,
+        "model": "m",
+        "formats": ["bf16", "nvfp4"],
+        "questions": 2,
+        "samples": 1,
+    }
+    record |= {"task": "t", "max_completion_tokens": 3, "environment": {"gpu": None, "cpu": "a CPU"}}
+    share = over_copies(record, shapley, "texts_kl")["keys"]
+    assert (share.value, share.n) == (2.0, 3) and share.half_width == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
+    assert whole(record, "texts_kl").value == 4.0
+    again = record | {"copies": budget_page.read_table(budget_page.table(record))}
+    assert budget_page.markdown(again) == budget_page.markdown(record)
+    assert "| keys | +2.0000 [-0.4841, +4.4841] | 50% |" in budget_page.markdown(record)
+
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+
+
+def _scores(policy: Any) -> torch.Tensor:
+    fields: Any = {"prompt": None, "sample": 0, "logprobs": [], "entropies": [], "text": "", "finished": True}
+    rollouts = [Rollout(prompt_ids=IDS[:cut], token_ids=IDS[cut:end], **fields) for cut, end in ((4, 12), (2, 9))]
+    with torch.inference_mode():
+        longer, shorter = scores(policy, rollouts)
+        for rollout, found in zip(rollouts, (longer, shorter), strict=True):  # whatever stands beside it
+            torch.testing.assert_close(scores(policy, [rollout])[0], found, rtol=0, atol=1e-4)
+    return longer
+
+
+def test_each_cell_computes_what_the_options_of_a_run_compute() -> None:
+    plain, few = experiments_of(WORDS, ("bf16", "nvfp4"), NAMES)
+    cells = Cells(plain, few, NAMES, "cpu")
+    arms = {
+        (): ("quant=bf16",),
+        ("weights",): ("quant=nvfp4",),
+        ("weights", "inputs"): ("quant=nvfp4", "quant.activations=nvfp4"),
+        ("keys", "values"): ("quant=bf16", "train.kv=nvfp4"),
+        ("weights", "inputs", "keys", "values"): ("quant=nvfp4", "quant.activations=nvfp4", "train.kv=nvfp4"),
+    }
+    start = _scores(cells.policy)
+    for parts, words in arms.items():
+        policy = build_policy(build(compose([*WORDS, *words])), None, "cpu")
+        with cells.cell(parts):
+            torch.testing.assert_close(_scores(cells.policy), _scores(policy), rtol=0, atol=2e-4)
+            assert not parts or (_scores(cells.policy) - start).abs().max() > 0.01
+        assert torch.equal(_scores(cells.policy), start)  # and nothing is left of it
+    found = {}
+    for parts in subsets(("keys", "values", "inputs", "weights", "head")):
+        with cells.cell(parts):
+            found[parts] = _scores(cells.policy)
+    pairs = itertools.combinations(found.values(), 2)
+    assert not any(torch.equal(left, right) for left, right in pairs)  # each part acts in each cell
+
+
+def test_head_and_norms_are_rounded_to_nearest_and_the_embedding_is_not() -> None:
+    plain, few = experiments_of(WORDS, ("bf16", "nvfp4"), ("head", "norms"))
+    cells = Cells(plain, few, ("head", "norms"), "cpu")
+    model: Any = cells.policy.model
+    with torch.no_grad():
+        for number, layer in enumerate(model.model.layers):
+            layer.input_layernorm.weight.copy_(torch.linspace(0.5, 1.7 + number, 64))
+    cells = _again(cells, few)
+    embedding, scale = model.get_input_embeddings().weight.clone(), model.model.layers[1].input_layernorm.weight.clone()
+    with cells.cell(("head", "norms")):
+        for given, found in (
+            (embedding, model.lm_head.weight),
+            (scale[None], model.model.layers[1].input_layernorm.weight[None]),
+        ):
+            dtype = torch.bfloat16  # of the format's scales
+            packed = nvfp4.encode(given.to(dtype), dtype, nvfp4.scales(given.to(dtype), dtype))
+            operand = nvfp4.operand(packed["weight_packed"], packed["weight_scale"], torch.float32)
+            torch.testing.assert_close(found, operand / packed["weight_global_scale"], rtol=1e-2, atol=1e-4)
+            assert not torch.equal(found, given)
+        assert torch.equal(model.get_input_embeddings().weight, embedding)
+    assert torch.equal(model.lm_head.weight, embedding)
+    assert torch.equal(model.model.layers[1].input_layernorm.weight, scale)
+
+
+def _again(cells: Cells, few: Any) -> Cells:
+    """Cells of a policy whose norms were changed after it was built."""
+    from qerl_bench.probe import budget
+
+    places = budget._rounded(few.quant, budget._norm_scales(cells.policy.model))
+    cells.switches["norms"] = lambda: budget.swapped(places)
+    return cells
+
+
+def test_kl_and_entropy_are_those_of_the_definition() -> None:
+    p, q = (torch.log_softmax(torch.randn(5, 7, generator=torch.Generator().manual_seed(seed)), -1) for seed in (0, 1))
+    kl = sum(
+        math.exp(a) * (a - b) for x, y in zip(p.tolist(), q.tolist(), strict=True) for a, b in zip(x, y, strict=True)
+    )
+    assert mean_kl([p[:2], p[2:]], [q[:2], q[2:]]) == pytest.approx(kl / 5, rel=1e-5)
+    entropy = -sum(math.exp(a) * a for x in p.tolist() for a in x)
+    assert mean_entropy([p[:2], p[2:]]) == pytest.approx(entropy / 5, rel=1e-5)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("budget=weights,heads", "each of budget must be one of weights, .*got 'heads'"),
+        ("budget=keys,keys", "budget=keys,keys names one twice"),
+        ("budget=keys formats=bf16", "budget compares two formats.*got bf16"),
+        ("budget=keys formats=nvfp4,bf16", "from unpacked weights to packed ones"),
+        ("budget=keys formats=bf16,nf4", "budget=keys rounds them to nf4.*Leave keys out"),
+        ("budget=inputs formats=bf16,int4", "budget=inputs rounds them to int4.*Leave inputs out"),
+        ("budget=weights formats=bf16,nvfp4+awq", "nvfp4.awq moves scales .*rtn, mse or gptq"),
+        ("copies=2", "copies are of a budget"),
+        ("budget=weights formats=bf16,nvfp4 copies=2", "model.dither"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(words: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        main([*WORDS, *words.split(), f"out={tmp_path}"])
+
+
+def test_the_command_writes_the_page_of_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*WORDS, "task.max_completion_tokens=5", "formats=bf16,nvfp4", "questions=2", "samples=1")
+    main([*words, "budget=weights,keys", f"root={tmp_path}", f"out={tmp_path}"])
+    record = json.loads((tmp_path / "budget.json").read_text())
+    (cells,) = record["copies"].values()
+    assert set(cells) == {NOTHING, "weights", "keys", "weights+keys"}
+    assert cells[NOTHING]["texts_kl"] == pytest.approx(0, abs=1e-9) and cells["weights+keys"]["texts_kl"] > 0
+    assert cells[NOTHING]["own_entropy"] == cells[NOTHING]["texts_entropy"]  # the texts are its own samples
+    page = (tmp_path / "budget.md").read_text()
+    assert page == budget_page.markdown(record) and page in capsys.readouterr().out
+    assert budget_page.read_table((tmp_path / "budget.csv").read_text()).keys() == record["copies"].keys()
+    assert (tmp_path / "budget.svg").stat().st_size > 1000 and not [*tmp_path.glob("parts-*")]
