@@ -1,12 +1,15 @@
-"""Error rates of the rule of primary contrasts: two looks, Holm's method over two contrasts, on planted effects.
+"""Error rates of the rule of primary contrasts: two looks, Holm's method over two contrasts, on
+planted effects.
 
     python studies/planting/looks.py --out studies/planting/results      # looks.csv, skew.csv
 
-A study has three arms on twelve units, looked at when eight and when twelve have all arms, or two arms on four units
-and one look, as studies of released models have. Runs have a standard deviation of 1.15 points, and those of a unit
-correlate. Effects are in margins of a point: of the second arm minus the first (format), and the last minus the second.
-Each study is judged in pairs, which is the rule, and by least squares with an effect for each session. Then the tests
-themselves, on effects that are drawn from those of the committed studies with a trap, centred: they are skew.
+A study has three arms on twelve units, looked at when eight and when twelve have all arms, or
+two arms on four units and one look, as studies of released models have. Runs have a standard
+deviation of 1.15 points, and those of a unit correlate. Effects are in margins of a point: of
+the second arm minus the first (format), and the last minus the second. Each study is judged in
+pairs, which is the rule, and by least squares with an effect for each session. Then the tests
+themselves, on effects that are drawn from those of the committed studies with a trap, centred:
+they are skew.
 """
 
 from __future__ import annotations

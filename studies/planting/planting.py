@@ -1,16 +1,18 @@
-"""Checks the error rates of the verdicts: runs with planted effects go through all of the evaluation.
+"""Checks the error rates of the verdicts: runs with planted effects go through all of the
+evaluation.
 
     python studies/planting/planting.py --out studies/planting/results
 
-The nine training claims get the same true effect, in margins of each claim: 0, one half, one and
-two, in the direction claimed, and two against it. Every replication makes runs with curves, accuracies by question,
-seeds and bases, and passes them to `evaluate_claims`. The table has the share of false verdicts
-over claims, the share of replications with any false verdict (both should stay below 5 % for each
-kind of error), and the share of claims for which each word was found.
+The nine training claims get the same true effect, in margins of each claim: 0, one half, one
+and two, in the direction claimed, and two against it. Every replication makes runs with curves,
+accuracies by question, seeds and bases, and passes them to `evaluate_claims`. The table has the
+share of false verdicts over claims, the share of replications with any false verdict (both
+should stay below 5 % for each kind of error), and the share of claims for which each word was
+found.
 
-The spread is like that of the built-in model and task: the difference of two arms has a standard
-deviation of one margin over the seeds of a base, and the true effects of bases have one of half a
-margin.
+The spread is like that of the built-in model and task: the difference of two arms has a
+standard deviation of one margin over the seeds of a base, and the true effects of bases have
+one of half a margin.
 """
 
 from __future__ import annotations
