@@ -303,6 +303,7 @@ def test_summary_takes_the_right_steps(tmp_path: Path) -> None:
     table = summary([write_run(tmp_path / "a")])
     expected = {
         "run": "a", "finished": True, "model": "tiny", "format": "nvfp4", "noise": "exp", "rank": 32, "seed": 0,
+        "one_text": False,
         "greedy_start": 0.25, "greedy_start_stderr": 0.02, "greedy_final": 0.5, "greedy_final_stderr": 0.03,
         "gain_final": 0.25, "gain_final_stderr": 0.025,
         **dict.fromkeys(("lenient_start", "lenient_start_stderr", "lenient_final", "lenient_final_stderr"), ANY_NAN),
