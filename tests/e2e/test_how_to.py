@@ -6,7 +6,10 @@ import hashlib
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
+import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -75,9 +78,52 @@ def trained(run: Path) -> list[dict[str, Any]]:
 
 def test_every_page_is_tested() -> None:
     """serve.md in tests/vllm."""
-    names = ["does-it-help.md", "gguf.md", "learning-rate.md", "own-claim.md", "own-format.md", "own-model.md"]
-    names += ["own-schedule.md", "own-task.md", "resume.md", "serve.md"]
+    names = ["does-it-help.md", "gguf.md", "import.md", "learning-rate.md", "own-claim.md", "own-format.md"]
+    names += ["own-model.md", "own-schedule.md", "own-task.md", "resume.md", "serve.md"]
     assert [page.name for page in sorted(PAGES.iterdir())] == names
+
+
+def test_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its commands as printed, on runs of others that lie where the page says."""
+    commands = re.findall(r"^    qerl-bench (.*)$", (PAGES / "import.md").read_text(), flags=re.MULTILINE)
+    trl, verl, table, ours, theirs, register = map(shlex.split, commands)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "studies").symlink_to(ROOT / "studies")
+    runs, study = tmp_path / "my-runs", tmp_path / "my-study"
+
+    def foreign(name: str) -> None:
+        for old in (runs, study):
+            shutil.rmtree(old, ignore_errors=True)
+        with tarfile.open(ROOT / "tests" / "assets" / "foreign" / f"{name}.tar.xz") as packed:
+            packed.extractall(tmp_path, filter="data")
+        (tmp_path / name).rename(runs)
+
+    foreign("trl")
+    for seed in (0, 1):
+        (runs / f"beta-0-s{seed}").rename(runs / f"bf16-s{seed}")
+        (runs / f"beta-0.04-s{seed}").rename(runs / f"fp8-s{seed}")
+    assert main(trl) == 0 and "| fp8 - bf16 | reward/mean |" in (study / "verdict.md").read_text()
+    foreign("verl")
+    assert main(verl) == 0 and "| mxfp8 - bf16 | eval/accuracy_greedy |" in (study / "verdict.md").read_text()
+    assert main(theirs) == 0 and "mxfp8: **not tested**" in capsys.readouterr().out  # answers are greedy
+    foreign("verl")
+    for file in runs.glob("*.yaml"):  # which say how it answers
+        file.unlink()
+    assert main([*verl, "answers=sampled"]) == 0
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main(ours)
+    assert end.value.code == 1 and "quant nvfp4: **fail**" in capsys.readouterr().out
+    assert main(theirs) == 0 and "mxfp8: **too few**" in capsys.readouterr().out
+    shutil.rmtree(study)
+    rows = [f"{arm},{seed},{right}" for arm, right in (("bf16", 0.5), ("fp8", 0.4)) for seed in (0, 1)]
+    (tmp_path / "numbers.csv").write_text("\n".join(["format,seed,greedy", *rows]) + "\n")
+    assert main(table) == 0 and "eval/accuracy_greedy" in (study / "reported.csv").read_text()
+    shutil.rmtree(study)
+    claim = re.findall(r"```yaml\n(.*?)```", (PAGES / "own-claim.md").read_text(), flags=re.DOTALL)[0]
+    (tmp_path / "mine" / "claim").mkdir(parents=True)
+    (tmp_path / "mine" / "claim" / "first_entropy.yaml").write_text(claim)
+    assert main(register) == 0 and main(["check", "my-study"]) == 0
 
 
 @pytest.mark.slow
