@@ -304,7 +304,7 @@ def test_status_lists_damaged_runs_with_the_others(tmp_path: Path, capsys: pytes
     main(["status", str(tmp_path)])
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[:4] for line in printed[:3]] == [
-        ["done", "10", "of", "?"], ["done", "10", "of", "?"], ["done", "3", "of", "10"],
+        ["damaged", "10", "of", "?"], ["damaged", "10", "of", "?"], ["damaged", "3", "of", "10"],
     ]  # fmt: skip
     assert all(str(tmp_path / name / "config.yaml") in line for name, line in zip("ab", printed, strict=False))
 

@@ -1,7 +1,7 @@
-"""Say what a run or a sweep will take before it begins: GiB by phase, seconds a step, hours, dollars, disk.
+"""Say what a run or a sweep will take: GiB by phase, seconds a step, hours, dollars, disk.
 
     qerl-bench estimate model=qwen2.5-1.5b task=gsm8k quant=nvfp4 card=h100 per_hour=3
-    qerl-bench estimate model=X.gguf task=gsm8k quant=bf16,nvfp4 seed=0,1,2 hydra.launcher.slots=3 -m
+    qerl-bench estimate model=X.gguf task=gsm8k quant=bf16,nvfp4 seed=0,1 hydra.launcher.slots=2 -m
 
 The words are those of `qerl-bench run`, and nothing is run. The numbers follow from committed runs and tables of
 kernels, all of one H200; docs/estimate.md has their error. Lines below the table say where a number is from, and what
