@@ -14,6 +14,7 @@ with ends_in_a_line():
     from typing import NamedTuple
 
     from qerl_bench.parallel import is_rank0_output, refuse_ranks
+    from qerl_bench.sweep.loaded_parent import is_loaded_parent
     from qerl_core import __version__
     from qerl_core.exits import exit_in_words, one_line_warnings
     from qerl_core.options import user_options
@@ -113,6 +114,9 @@ def completion() -> str:
 
 def main(words: list[str] | None = None) -> int:
     """Run one command; returns 2 if there is no such command, and else exits as `exit_in_words` does."""
+    if is_loaded_parent():  # each of its runs comes here again
+        serve = import_module("qerl_bench.sweep.fork_server").serve
+        serve(lambda forked: main(None if words is None else [*words, *forked]))
     name, *rest = (sys.argv[1:] if words is None else words) or [""]
     if words is None:
         sys.argv[0] = f"qerl-bench {name}"  # in env.json, and in argparse's usage

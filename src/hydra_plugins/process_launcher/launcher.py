@@ -8,6 +8,7 @@ from hydra.core.config_store import ConfigStore
 
 from qerl_bench.estimate.words import tell_sweep
 from qerl_bench.sweep.launcher import SweepLauncher
+from qerl_bench.sweep.loaded_parent import wanted
 from qerl_bench.sweep.processes import Sweep
 from qerl_core.checks import count, flag, optional
 from qerl_core.process.cards import visible_gpus
@@ -22,6 +23,7 @@ class ProcessLauncherConf:
     _target_: str = "hydra_plugins.process_launcher.launcher.ProcessLauncher"
     slots: int | None = None  # runs side by side; null = one per visible GPU, or one on a machine without
     mps: bool = False  # with NVIDIA's Multi-Process Service, for several slots a GPU: their kernels run side by side
+    preload: bool | None = None  # fork runs from one process that imports once; null = on Linux without a GPU
 
 
 ConfigStore.instance().store(
@@ -32,12 +34,14 @@ ConfigStore.instance().store(
 class ProcessLauncher(SweepLauncher):
     """Start a process for each point of the sweep."""
 
-    def __init__(self, slots: int | None, mps: bool) -> None:
-        self.slots, self.mps = slots, mps
+    def __init__(self, slots: int | None, mps: bool, preload: bool | None) -> None:
+        self.slots, self.mps, self.preload = slots, mps, preload
 
     def check(self) -> None:
         optional(count())("hydra.launcher.slots", self.slots)
         flag("hydra.launcher.mps", self.mps)
+        optional(flag)("hydra.launcher.preload", self.preload)
+        wanted(self.preload, [])
 
     def run_points(self, points: Sequence[Point]) -> list[tuple[Point, str]]:
         gpus = visible_gpus()
@@ -45,4 +49,4 @@ class ProcessLauncher(SweepLauncher):
         log.info("%d at a time", slots)
         tell_sweep([point.overrides for point in points if not point.finished], slots, len(gpus))
         with side_by_side(self.mps):
-            return Sweep(points, slots, gpus).run()
+            return Sweep(points, slots, gpus, wanted(self.preload, gpus)).run()

@@ -141,6 +141,13 @@ def described(words: list[str]) -> str:
     return __version__ if "--version" in words else explain([word for word in words if word != "--explain"])
 
 
+def set_environment() -> None:
+    """Set what libraries read from the environment, some of it when they are imported."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach our own messages, not Hydra's printer
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # OpenMP threads wait actively for microseconds, not milliseconds
+    os.environ["RUST_BACKTRACE"] = "0"  # a panic at no memory waits for its own backtrace for ever
+
+
 def main(words: list[str]) -> None:
     if {"-h", "--help", "--version", "--explain"} & {*words}:
         if is_rank0_output():
@@ -149,9 +156,7 @@ def main(words: list[str]) -> None:
     if QUIET & {*words}:
         words = [word for word in words if word not in QUIET]
         os.environ[LEVEL] = "WARNING"
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach our own messages, not Hydra's printer
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # OpenMP threads wait actively for microseconds, not milliseconds
-    os.environ["RUST_BACKTRACE"] = "0"  # a panic at no memory waits for its own backtrace for ever
+    set_environment()
     logging.raiseExceptions = False  # a full disk is reported once, by the run, and not for each line of run.log
     register_resolvers()
     with joined_ranks() as world:

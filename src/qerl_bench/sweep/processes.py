@@ -16,6 +16,7 @@ from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
 from qerl_bench.sweep.launcher import unfinished
+from qerl_bench.sweep.loaded_parent import Fork, Preloaded
 from qerl_core.process.children import Child, signal_of, stop
 from qerl_core.process.failure import reason_of, size_of
 from qerl_core.process.gpu_share import RUNS_ON_GPU, neighbours
@@ -37,7 +38,7 @@ LOOK_S = 1.0  # between two looks at how far the runs are
 
 class Started(NamedTuple):
     point: Point
-    child: Child
+    child: Child | Fork
     log_size: int  # of run.log before
     new: bool  # without a folder before
     share: float  # of a whole run, which it takes; below 1 if it continues from a checkpoint
@@ -45,11 +46,15 @@ class Started(NamedTuple):
 
 
 class Sweep:
-    """Runs those of `points` that are not finished, `slots` at a time. Each slot has one of the `gpus`, if any."""
+    """Runs those of `points` that are not finished, `slots` at a time. Each slot has one of the `gpus`, if any.
 
-    def __init__(self, points: Sequence[Point], slots: int, gpus: list[str]) -> None:
+    With `preload` runs are forks of a process that imports once, if there are several.
+    """
+
+    def __init__(self, points: Sequence[Point], slots: int, gpus: list[str], preload: bool = False) -> None:
         self.todo = deque(unfinished(points))
         self.slots, self.gpus = slots, gpus
+        self.preloaded = Preloaded() if preload and len(self.todo) > 1 else None
         self.alone = False  # whether these are runs that are repeated, each alone on its device
         self.running: dict[int, Started] = {}
         self.elsewhere: deque[Point] = deque()  # points that another process is running
@@ -60,7 +65,7 @@ class Sweep:
 
     def run(self) -> list[tuple[Point, str]]:
         """The failed points, each with the reason in one line."""
-        with note_at_stop(self.in_words):
+        with self.preloaded or nullcontext(), note_at_stop(self.in_words):
             try:
                 self.run_all()
             except BaseException as error:
@@ -120,7 +125,7 @@ class Sweep:
                 share = share_to_make(point.run_dir)
                 left = max(1, self.total - self.done)
                 environment = environment_of(slot, self.slots, self.gpus, left, self.alone)
-                child = start(point, environment, self.side_by_side)
+                child = start(point, environment, self.side_by_side, self.preloaded)
                 self.running[slot] = Started(point, child, log_size, new, share, time.monotonic())
                 return
 
@@ -194,16 +199,22 @@ def last_change(point: Point) -> float:
     return latest
 
 
-def start(point: Point, environment: dict[str, str], side_by_side: bool) -> Child:
+def start(
+    point: Point, environment: dict[str, str], side_by_side: bool, preloaded: Preloaded | None = None
+) -> Child | Fork:
     """Start one run. It talks to this terminal; runs side by side write to launch.log in their folders.
 
     The folder is made here, so that a run that is refused leaves the reason in it for this process to read.
     """
-    command = [*run_command(), *point.overrides]
+    command = run_command()
     point.run_dir.mkdir(parents=True, exist_ok=True)
-    if not side_by_side:
+    file = point.run_dir / "launch.log" if side_by_side else None
+    if preloaded is not None and (forked := preloaded.start(command, point.overrides, environment, file)) is not None:
+        return forked
+    command = [*command, *point.overrides]
+    if file is None:
         return Child(command, environment)
-    with open(point.run_dir / "launch.log", "ab") as output:
+    with open(file, "ab") as output:
         return Child(command, environment, stdout=output, stderr=subprocess.STDOUT)
 
 
