@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
+import numpy
 from omegaconf import OmegaConf
 
 from qerl_bench.commands.run import set_environment, uncollected
@@ -110,7 +111,7 @@ def begin(words: Sequence[str], environment: Mapping[str, str], output: str | No
         os.dup2(file, 1)
         os.dup2(file, 2)
         os.close(file)
-    sys.modules["numpy"].random.seed()  # as an import seeds it; Python reseeds its own, PyTorch begins with a constant
+    numpy.random.seed()  # as its import does; Python reseeds its own, and PyTorch begins with a constant
 
 
 def end(run: Callable[[], int]) -> NoReturn:
@@ -120,6 +121,8 @@ def end(run: Callable[[], int]) -> NoReturn:
         code: object = run()
     except SystemExit as error:
         code = error.code
+        if not isinstance(code, int | None):
+            print(code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
