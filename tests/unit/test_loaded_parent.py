@@ -65,7 +65,9 @@ def parents(*points: Point) -> set[str]:
     return {(one.run_dir / "said").read_text().split()[1] for one in points}
 
 
-def test_runs_are_processes_of_one_parent_and_their_ends_are_told(tmp_path: Path, program: Callable[[str], None]) -> None:
+def test_runs_are_processes_of_one_parent_and_their_ends_are_told(
+    tmp_path: Path, program: Callable[[str], None]
+) -> None:
     program(NOTHING)
     logged = "(folder / 'run.log').write_text('1 step\\n2 failed: too hot\\nTraceback\\n'); sys.exit(1)"
     points = [
@@ -87,9 +89,13 @@ def test_runs_are_processes_of_one_parent_and_their_ends_are_told(tmp_path: Path
     assert len({(one.run_dir / "said").read_text() for one in points}) == len(points)
 
 
-def test_a_run_has_its_own_environment_output_and_random_numbers(tmp_path: Path, program: Callable[[str], None]) -> None:
+def test_a_run_has_its_own_environment_output_and_random_numbers(
+    tmp_path: Path, program: Callable[[str], None]
+) -> None:
     program(NOTHING)
-    code = f"import numpy; print(os.environ['CUDA_VISIBLE_DEVICES'], numpy.random.rand(), sys.argv[1:]); {FORKED}; {DONE}"
+    code = (
+        f"import numpy; print(os.environ['CUDA_VISIBLE_DEVICES'], numpy.random.rand(), sys.argv[1:]); {FORKED}; {DONE}"
+    )
     points = [point(tmp_path / name, code) for name in ("a", "b")]
     assert sweep(*points, gpus=("4", "7")) == {} and len(parents(*points)) == 1
     said = [(one.run_dir / "launch.log").read_text().split(maxsplit=2) for one in points]
@@ -136,7 +142,9 @@ def test_a_parent_that_is_killed_ends_its_runs_which_begin_again_by_themselves(
     first = "if not (folder / 'again').exists():\n    (folder / 'again').touch()\n    KILLS\n    time.sleep(60)\n"
     kills = first.replace("KILLS", f"{FORKED}; time.sleep(0.5); os.kill(os.getppid(), 9)")
     beside = first.replace("KILLS", FORKED)
-    assert sweep(point(tmp_path / "a", f"{kills}{FRESH}; {DONE}"), point(tmp_path / "b", f"{beside}{FRESH}; {DONE}")) == {}
+    assert (
+        sweep(point(tmp_path / "a", f"{kills}{FRESH}; {DONE}"), point(tmp_path / "b", f"{beside}{FRESH}; {DONE}")) == {}
+    )
     assert sum("preload=false" in record.getMessage() for record in caplog.records) == 1
 
 
@@ -272,7 +280,7 @@ def made_by(root: Path, preload: bool) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     assert not preload or "preload=false" not in done.stderr
     left: dict[str, Any] = {}
-    for run in sorted((root / "runs").iterdir()):
+    for run in sorted(file.parent for file in root.glob("runs/*/env.json")):
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         clocked = ("time", "speed/", "memory/")
         left[f"{run.name} metrics"] = [
