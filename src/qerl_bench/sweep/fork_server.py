@@ -86,7 +86,8 @@ def serve(run: Callable[[list[str]], int]) -> NoReturn:
 def load() -> None:
     """Import what runs import, in their order and surroundings: of options those of a run without words."""
     set_environment()
-    versions(), installed()  # of the packages that are loaded now
+    versions()  # of the packages that are loaded now
+    installed()
     with uncollected():
         build(OmegaConf.create(Composer().tree([])))
         with hidden_packages():
@@ -123,8 +124,8 @@ def end(run: Callable[[], int]) -> NoReturn:
         code = error.code
         if not isinstance(code, int | None):
             print(code, file=sys.stderr)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as multiprocessing does
     atexit._run_exitfuncs()

@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Protocol
 
 from qerl_core.process.inherited import without_launcher
 
@@ -20,6 +20,14 @@ PARENT = "QERL_BENCH_PARENT"  # environment variable of a child: its end of the 
 _watched = threading.Event()  # set in a child
 STDERR = 2
 STOP_LIMIT_S = 600.0  # for a child to end after a signal, which may wait for a step and a checkpoint
+
+
+class Stoppable(Protocol):
+    """A process that this one, or one on its behalf, has started."""
+
+    def poll(self) -> int | None: ...
+
+    def send_signal(self, signum: int) -> None: ...
 
 
 class Child:
@@ -70,7 +78,7 @@ def signal_of(error: BaseException) -> int:
     return getattr(error, "signum", signal.SIGTERM)
 
 
-def stop(children: Collection[Child], signum: int, limit_s: float = STOP_LIMIT_S) -> None:
+def stop(children: Collection[Stoppable], signum: int, limit_s: float = STOP_LIMIT_S) -> None:
     """Send a signal to `children` and wait until they have ended; kill those that do not within the limit.
 
     A second interruption kills them at once.
