@@ -285,7 +285,7 @@ def running(pid: int) -> bool:
 def test_slots_are_checked() -> None:
     for slots in (-2, 0, "many"):
         with pytest.raises(ConfigError, match=rf"hydra.launcher.slots must be null or .* at least 1, got {slots!r}"):
-            ProcessLauncher(slots, False).launch([], 0)  # type: ignore[arg-type]
+            ProcessLauncher(slots, False, None).launch([], 0)  # type: ignore[arg-type]
 
 
 @pytest.fixture

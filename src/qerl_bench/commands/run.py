@@ -6,13 +6,10 @@ one means.
 
 from __future__ import annotations
 
-import atexit
-import gc
 import logging
-import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -35,6 +32,7 @@ from qerl_core.options.names import check_option_names, search_folders
 from qerl_core.process.children import is_child
 from qerl_core.process.failure import failure_in_log
 from qerl_core.process.hidden_packages import hidden_packages
+from qerl_core.process.importing import set_environment, uncollected
 from qerl_core.process.installation import CONF_DIR
 from qerl_core.process.progress import LEVEL, phase, quiet
 from qerl_core.process.termination import terminations_held
@@ -52,21 +50,6 @@ class HydraBypass(BaseException):
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
         self.error = error
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Disables the garbage collector during imports, and then freezes what they made: a million objects that stay."""
-    if "torch" in sys.modules:
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        atexit.register(gc.unfreeze)  # libraries report what is left over at the end
-        gc.enable()
 
 
 def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE, words: Sequence[str] = ()) -> None:
@@ -139,13 +122,6 @@ def described(words: list[str]) -> str:
     if {"-h", "--help"} & {*words}:
         return usage(words)
     return __version__ if "--version" in words else explain([word for word in words if word != "--explain"])
-
-
-def set_environment() -> None:
-    """Set what libraries read from the environment, some of it when they are imported."""
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach our own messages, not Hydra's printer
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # OpenMP threads wait actively for microseconds, not milliseconds
-    os.environ["RUST_BACKTRACE"] = "0"  # a panic at no memory waits for its own backtrace for ever
 
 
 def main(words: list[str]) -> None:

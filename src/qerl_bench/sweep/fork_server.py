@@ -25,13 +25,13 @@ from typing import NoReturn
 import numpy
 from omegaconf import OmegaConf
 
-from qerl_bench.commands.run import set_environment, uncollected
 from qerl_bench.config import build
 from qerl_bench.eval.untrained import installed
 from qerl_bench.sweep.loaded_parent import ENDED, FORKED, SERVES, STALE, UNSAFE
 from qerl_core.options.composer import Composer
 from qerl_core.process.children import PARENT
 from qerl_core.process.hidden_packages import hidden_packages
+from qerl_core.process.importing import set_environment, uncollected
 from qerl_core.process.termination import SIGNALS
 from qerl_core.rundir.environment import code_digest, versions
 
