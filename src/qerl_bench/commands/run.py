@@ -7,6 +7,7 @@ one means.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
