@@ -391,6 +391,7 @@ def test_the_program_starts_the_points_that_the_file_lists(composed: dict[str, A
             "-m",
             "seed=0",
             "model.seed=0",
+            "hydra.launcher.preload=false",
             f"root={tmp_path}",
         ],
         capture_output=True,

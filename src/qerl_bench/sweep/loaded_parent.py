@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import Pipe
 from pathlib import Path
 
 from qerl_core.checks import ConfigError
@@ -46,6 +45,8 @@ class LoadedParent:
     """A process that imports, and then forks a run for each request."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        from multiprocessing import Pipe  # which other commands do not need
+
         self._connection, theirs = Pipe()
         options = {"env": {**environment, SERVES: str(theirs.fileno())}, "pass_fds": [theirs.fileno()]}
         with theirs:
