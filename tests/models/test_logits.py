@@ -22,10 +22,12 @@ from qerl_bench.engine.sampler import decode
 from qerl_bench.model import attention
 from qerl_bench.model.attention import enable_attention
 from qerl_bench.model.kernels import choose_kernels
+from qerl_bench.model.keys_values import KVRounding
 from qerl_bench.model.lm_head import decoder_of, head_of, hidden_states, token_scores, token_stats
 from qerl_bench.model.packing import Packing, mixes_sequences, packed_hidden
 from qerl_bench.model.policy import Policy, prepare_attention
 from qerl_bench.model.recompute import recompute_blocks
+from qerl_bench.quant.kv_kinds import Kinds
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quantizer.apply import quantize_model
 from qerl_bench.train.batch import Batch, make_batch
@@ -201,6 +203,7 @@ def _sampler(name: str, quant: str = "bf16", device: str = "cpu", dtype: torch.d
     stop_ids = frozenset(range(3, 320, 12))
     return SimpleNamespace(
         rounding=None,
+        kv=KVRounding(Kinds(), torch.device(device)),
         merging=None,
         model=model,
         head=head,

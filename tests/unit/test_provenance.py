@@ -202,9 +202,9 @@ def test_a_study_in_another_repository_must_be_committed_there(
     assert [*map(tuple, map(dict.values, commits_in(out / COMMITS)))] == [
         (code, designed), (code, None), (code, head(folder)),
     ]  # fmt: skip
-    assert protocol_commit(own_study.parent) == designed
+    assert protocol_commit(own_study.parent, None) == designed
     shutil.copytree(own_study.parent, tmp_path / "given" / "away")
-    assert protocol_commit(tmp_path / "given" / "away") == designed
+    assert protocol_commit(tmp_path / "given" / "away", None) == designed
 
 
 def test_of_a_study_that_no_commit_holds_this_is_said(

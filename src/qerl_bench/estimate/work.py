@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from qerl_bench.estimate.sizes import BYTES, Sizes
-from qerl_bench.eval.validation import SAMPLES, spacing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +102,8 @@ class Work:
 
 def evaluations(config: Mapping[str, Any], limit: int, questions: int) -> tuple[tuple[int, float], ...]:
     """(completions, their limit) of each time that a whole evaluation or a validation samples."""
+    from qerl_bench.eval.validation import SAMPLES, spacing  # it loads pandas, which composing does not need
+
     if config.get("eval.name") == "none" or "eval.samples" not in config:
         return ()
     steps, samples = config["steps"], config["eval.samples"]
