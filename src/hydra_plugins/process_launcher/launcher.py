@@ -34,7 +34,7 @@ ConfigStore.instance().store(
 class ProcessLauncher(SweepLauncher):
     """Start a process for each point of the sweep."""
 
-    def __init__(self, slots: int | None, mps: bool, preload: bool | None) -> None:
+    def __init__(self, slots: int | None, mps: bool, preload: bool | None = None) -> None:
         self.slots, self.mps, self.preload = slots, mps, preload
 
     def check(self) -> None:

@@ -35,8 +35,6 @@ from qerl_core.process.arguments import KeyValueParser, output_folder, unwritabl
 from qerl_core.process.cards import require_gpu
 from qerl_core.process.terminal import log_to_stderr
 from qerl_core.rundir.durable import write_atomically
-from qerl_studies.figures.style import save
-from qerl_studies.probes import budget_page
 from qerl_studies.probes.advice import advice
 from qerl_studies.probes.budget import NAMES
 from qerl_studies.probes.page import markdown
@@ -121,6 +119,8 @@ def main(arguments: list[str]) -> None:
 def budget(options: Any, words: Sequence[str]) -> None:
     """Measure all cells of a precision budget and write its page, figure and tables."""
     from qerl_bench.probe.budget import budget_of  # with torch
+    from qerl_studies.figures.style import save  # with matplotlib, as the next
+    from qerl_studies.probes import budget_page
 
     record, out, parts = budget_of(options, words)
     write_atomically(out / "budget.json", json.dumps(record, indent=1))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from math import factorial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qerl_core.statistics import Estimate, mean_ci
+if TYPE_CHECKING:
+    from qerl_core.statistics import Estimate
 
 NAMES = ("weights", "inputs", "keys", "values", "head", "norms")
 KEYS = frozenset({"keys", "values"})
@@ -57,6 +58,8 @@ def last(cells: Cells, parts: Sequence[str], measure: str) -> dict[str, float]:
 
 def over_copies(record: Mapping[str, Any], of: Any, measure: str) -> dict[str, Estimate]:
     """`of`, one of the functions above, of each part: the mean over copies, with its interval."""
+    from qerl_core.statistics import mean_ci  # with scipy
+
     parts = record["parts"]
     each = [of(cells, parts, measure) for cells in record["copies"].values()]
     return {part: mean_ci([one[part] for one in each]) for part in parts}
@@ -64,5 +67,7 @@ def over_copies(record: Mapping[str, Any], of: Any, measure: str) -> dict[str, E
 
 def whole(record: Mapping[str, Any], measure: str) -> Estimate:
     """The rise from nothing rounded to everything, over copies."""
+    from qerl_core.statistics import mean_ci  # with scipy
+
     end = cell_name(record["parts"])
     return mean_ci([cells[end][measure] - cells[NOTHING][measure] for cells in record["copies"].values()])
