@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qerl_core.statistics import Estimate
 
-NAMES = ("weights", "inputs", "keys", "values", "head", "norms")
+NAMES: tuple[str, ...] = ("weights", "inputs", "keys", "values", "head", "norms")
 KEYS = frozenset({"keys", "values"})
 NOTHING = "none"
 MEASURES = {  # of a cell, and what a page calls them
