@@ -153,11 +153,16 @@ def continued(harm: Callable[[], object], case: Case) -> Outcome:
     return SURVIVED
 
 
-def moved(step: int, case: Case) -> Outcome:
-    """A run whose folder is moved keeps its record."""
+def begun(step: int, case: Case) -> tuple[Service, str]:
+    """The service, and the record in it of a run that was killed before `step`."""
     service = Service(case.root / "service")
     require_killed(attempt(case, service, partial(killed_before, step)))
-    before = kept(case.folder)
+    return service, kept(case.folder)
+
+
+def moved(step: int, case: Case) -> Outcome:
+    """A run whose folder is moved keeps its record."""
+    service, before = begun(step, case)
     other = replace(case, root=case.root / "other")
     other.folder.parent.mkdir(parents=True)
     case.folder.rename(other.folder)
@@ -168,9 +173,8 @@ def moved(step: int, case: Case) -> Outcome:
 
 def copied(step: int, case: Case) -> Outcome:
     """A copy of a run begins a record of its own, and that of the first keeps its lines."""
-    service = Service(case.root / "service")
-    require_killed(attempt(case, service, partial(killed_before, step)))
-    first, lines = kept(case.folder), service.lines(kept(case.folder))
+    service, first = begun(step, case)
+    lines = service.lines(first)
     other = replace(case, root=case.root / "other")
     shutil.copytree(case.folder, other.folder)
     second = ends(other, service)
@@ -183,9 +187,8 @@ def copied(step: int, case: Case) -> Outcome:
 
 def run_again(step: int, case: Case) -> Outcome:
     """A run that was deleted and is run again does not go on in the old record."""
-    service = Service(case.root / "service")
-    require_killed(attempt(case, service, partial(killed_before, step)))
-    first, lines = kept(case.folder), service.lines(kept(case.folder))
+    service, first = begun(step, case)
+    lines = service.lines(first)
     shutil.rmtree(case.folder)
     if ends(case, service) == first or service.lines(first) != lines:
         raise Lost("a run that was deleted goes on in its old record")

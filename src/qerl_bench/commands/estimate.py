@@ -1,6 +1,6 @@
 """Say what a run or a sweep will take: GiB by phase, seconds a step, hours, dollars, disk.
 
-    qerl-bench estimate model=qwen2.5-1.5b task=gsm8k quant=nvfp4 card=h100 per_hour=3
+    qerl-bench estimate model=qwen2.5-1.5b-instruct task=gsm8k quant=nvfp4 card=h100 per_hour=3
     qerl-bench estimate model=X.gguf task=gsm8k quant=bf16,nvfp4 seed=0,1 hydra.launcher.slots=2 -m
 
 The words are those of `qerl-bench run`, and nothing is run. The numbers follow from committed runs and tables of
@@ -21,6 +21,7 @@ from qerl_bench.estimate.estimate import RunEstimate
 from qerl_bench.estimate.point import Told, of_point
 from qerl_bench.estimate.words import ERROR, hours_s, lines, total
 from qerl_bench.sweep.grid import grid
+from qerl_bench.task.base import Task
 from qerl_core.checks import ConfigError, check_fields, count, number, optional, require
 from qerl_core.options.composer import Composer
 from qerl_core.options.user_options import split_search_path
@@ -34,7 +35,7 @@ SWEEP = ("-m", "--multirun")
 def parser() -> KeyValueParser:
     found = KeyValueParser(__doc__)
     found.add_argument(
-        "words", nargs="*", help="options of a run, such as model=qwen2.5-1.5b task=gsm8k; with -m a sweep"
+        "words", nargs="*", help="options of a run, such as model=qwen2.5-1.5b-instruct task=gsm8k; with -m a sweep"
     )
     found.add_argument("--card", default=None, help=f"{', '.join(CARDS)} (default: the one that is here)")
     found.add_argument(
@@ -60,9 +61,10 @@ def main(arguments: list[str]) -> None:
     per_card = -(-slots // cards)
     composer, told = Composer(), Told(options.tokens, options.prompt_tokens)
     found: list[RunEstimate | list[str]] = []
+    tasks: list[Task] = []
     for point in points:
         try:
-            found.append(of_point(composer.tree(point), card, per_card, told))
+            found.append(of_point(composer.tree(point), card, per_card, told, tasks))
         except ConfigError as error:
             raise ConfigError(f"{' '.join(point)}: {error}" if sweeps else str(error)) from error
     known = [one for one in found if isinstance(one, RunEstimate)]

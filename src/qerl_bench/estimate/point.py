@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from qerl_bench.estimate.table import Length, table
 from qerl_bench.estimate.work import Work
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.qwen2 import MadeHere
+from qerl_bench.task.base import Task
 from qerl_core.checks import ConfigError
 from qerl_core.options.fingerprint import flat
 
@@ -32,10 +34,18 @@ NOTHING = Told()
 
 
 def of_point(
-    tree: Mapping[str, Any], card: Card | None, per_card: int, told: Told = NOTHING
+    tree: Mapping[str, Any], card: Card | None, per_card: int, told: Told = NOTHING, tasks: list[Task] | None = None
 ) -> RunEstimate | list[str]:
-    """The estimate of the run of a composed config, or why there is none. Raises ConfigError if it could not run."""
-    return of_experiment(build(tree), flat(tree), card, per_card, told)  # type: ignore[arg-type]
+    """The estimate of the run of a composed config, or why there is none. Raises ConfigError if it could not run.
+
+    Points of a sweep share `tasks`, so that those of one task read its questions once.
+    """
+    experiment = build(tree)  # type: ignore[arg-type]  # a tree is as good as a DictConfig here
+    if tasks is not None:
+        if experiment.task not in tasks:
+            tasks.append(experiment.task)
+        experiment = replace(experiment, task=tasks[tasks.index(experiment.task)])
+    return of_experiment(experiment, flat(tree), card, per_card, told)
 
 
 def of_experiment(

@@ -13,6 +13,7 @@ from qerl_bench.estimate.cards import card_of
 from qerl_bench.estimate.estimate import RunEstimate
 from qerl_bench.estimate.point import of_experiment, of_point
 from qerl_bench.experiment_spec import Experiment
+from qerl_bench.task.base import Task
 from qerl_core.checks import ConfigError
 from qerl_core.options.composer import Composer
 from qerl_core.options.fingerprint import as_dict, flat
@@ -84,9 +85,10 @@ def tell_sweep(points: Sequence[Sequence[str]], slots: int, gpus: int) -> None:
     if not points or not gpus:
         return
     slots, composer = min(slots, len(points)), Composer()
+    tasks: list[Task] = []
     try:
         card = card_of(None)
-        found = [of_point(composer.tree(words), card, -(-slots // gpus)) for words in points]
+        found = [of_point(composer.tree(words), card, -(-slots // gpus), tasks=tasks) for words in points]
     except ConfigError as error:
         found = [[str(error)]]
     log.info(total(found, slots))

@@ -120,7 +120,8 @@ class KVRounding:
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rounding: KVRounding) -> torch.Tensor:
-        rounding.scales += torch.stack([fallen_back(x, rounding.kind), rounding.scales.new_tensor(x[..., 0].numel())])
+        rounding.scales[0] += fallen_back(x, rounding.kind)
+        rounding.scales[1] += x[..., 0].numel()
         return round_rows(x, rounding.kind, rounding.counts, rounding.fused)
 
     @staticmethod

@@ -60,8 +60,9 @@ def study_of(tool: str, study: str, model: str, task: str, runs: Sequence[Foreig
     require(len(runs) <= MOST_RUNS, f"{len(runs):,} runs, more than the {MOST_RUNS:,} of a study")
     program = tool.partition(" ")[0].lower()
     unjudged: dict[str, str] = {}
-    reasons = [[*run.refused, *_why_not(run, runs)] for run in runs]
     twice = Counter((run.arm, run.seed) for run in runs)
+    settings = _settings(runs)
+    reasons = [[*run.refused, *_why_not(run, twice[run.arm, run.seed], settings[run.arm])] for run in runs]
     runs = [replace(run, seed=None) if twice[run.arm, run.seed] > 1 else run for run in runs]
     for run, told in zip(runs, reasons, strict=True):
         if told:
@@ -71,15 +72,25 @@ def study_of(tool: str, study: str, model: str, task: str, runs: Sequence[Foreig
     return rows, About(tool, _arms(runs), unjudged, [*notes])
 
 
-def _why_not(run: ForeignRun, runs: Sequence[ForeignRun]) -> Iterator[str]:
-    """What keeps a run from being compared, seen beside the others."""
-    arm = [one for one in runs if one.arm == run.arm]
+def _settings(runs: Sequence[ForeignRun]) -> dict[str, list[dict[str, Any]]]:
+    """The different settings of the runs of each arm."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        known, own = found.setdefault(run.arm, []), _deciding(run.options)
+        if own not in known:
+            known.append(own)
+    return found
+
+
+def _why_not(run: ForeignRun, namesakes: int, settings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What keeps a run from being compared: of its arm, how many runs have its seed, and all settings."""
     if run.seed is None:
         yield "its seed is not known, so it has no counterpart in another arm"
-    elif sum(one.seed == run.seed for one in arm) > 1:
+    elif namesakes > 1:
         yield f"two runs of the arm have seed {run.seed}: which of them counts is not known"
-    if others := [one for one in arm if _deciding(one.options) != _deciding(run.options)]:
-        keys = sorted({key for one in others for key in _differing(run.options, one.options)})
+    if len(settings) > 1:
+        own = _deciding(run.options)
+        keys = sorted({key for other in settings for key in {**own, **other} if own.get(key) != other.get(key)})
         yield f"runs of its arm have other options ({', '.join(keys[:5])}): no arm of one setting"
 
 
@@ -102,11 +113,6 @@ def _arms(runs: Sequence[ForeignRun]) -> dict[str, dict[str, Any]]:
 def _deciding(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options without names, places and seeds, which belong to one run and change no setting."""
     return {key: value for key, value in options.items() if not PLACES.search(key)}
-
-
-def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> set[str]:
-    one, other = _deciding(first), _deciding(second)
-    return {key for key in {**one, **other} if one.get(key) != other.get(key)}
 
 
 def _short(value: Any) -> Any:
