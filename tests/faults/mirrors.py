@@ -67,7 +67,8 @@ class Service:
                 waiting.append(json.dumps([step, metrics]) + "\n")
                 send(LATE)
 
-        return SimpleNamespace(starting_step=last + 1, summary={}, log=log, finish=lambda exit_code: send(0))
+        known = {"starting_step": last + 1, "summary": {}, "settings": SimpleNamespace(mode="offline")}
+        return SimpleNamespace(**known, log=log, finish=lambda exit_code: send(0))
 
     def lines(self, id: str) -> list[tuple[int, dict[str, Any]]]:
         written = (self.place / f"{id}.jsonl").read_text().splitlines()

@@ -104,9 +104,8 @@ class WandbMirror(ServiceMirror):
             run.summary.update(metrics)
 
     def end(self, run: Any, failed: bool) -> None:
-        offline = run.settings.mode == "offline"
         run.finish(exit_code=int(failed))
-        if offline:
+        if run.settings.mode == "offline":
             log.info("logger=wandb was offline; where there is a network: %s", upload(self.run_dir))
 
 
