@@ -18,7 +18,7 @@ STEPS = 40  # the first tenth has four
 
 def _write(root: Path, name: str, rank: int, base: int, seed: int, share: float, accuracy: float) -> None:
     config = SHORT | {"steps": STEPS, "seed": seed, "lora": {"name": "default", "rank": rank}}
-    config |= {"model": {"name": "tiny", "seed": base}}
+    config |= {"model": {"name": "tiny", "seed": base}, "optim": {"lr": 1e-3}}
     early = [share - 0.03, share - 0.01, share + 0.01, share + 0.03]  # rises by 0.02 a step
     shares = early + [1.0] * (STEPS - 4)
     lines = [{"kind": "train", "step": at, "reward/frac_zero_std": one} for at, one in enumerate(shares, 1)]

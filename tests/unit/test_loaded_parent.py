@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hydra_plugins.process_launcher.launcher import ProcessLauncher
-from qerl_bench.sweep import fork_server, loaded_parent, processes
+from qerl_bench.sweep import loaded_parent, processes
 from qerl_core.checks import ConfigError
 from qerl_core.process.installation import run_command
 from qerl_core.process.termination import Terminated
@@ -175,7 +175,7 @@ SAVES = (
     "with terminations_noted(noting=True, says=None) as noted:\n"
     "    (folder / 'started').touch()\n"
     "    while noted.signum is None: time.sleep(0.01)\n"
-    "(folder / 'saved').write_text(str(noted.signum))\n"
+    "    (folder / 'saved').write_text(str(noted.signum))\n"
 )
 
 
@@ -262,14 +262,14 @@ def test_what_is_imported_for_runs_starts_neither_threads_nor_cuda() -> None:
 
 
 def test_threads_of_this_process_are_seen() -> None:
-    """pytest's own process may have begun anything; a thread that it starts now is one more."""
-    pid = os.fork()
-    if pid == 0:
-        alone = fork_server.unsafe() is None
-        code = "import threading, time; threading.Thread(target=time.sleep, args=[9], daemon=True).start()"
-        exec(code)
-        os._exit(0 if alone and "threads" in str(fork_server.unsafe()) else 1)
-    assert os.waitpid(pid, 0)[1] == 0
+    """In a process of its own: pytest's may have begun anything, and a fork of it may begin that again."""
+    code = (
+        "import threading, time; from qerl_bench.sweep import fork_server; print(fork_server.unsafe()); "
+        "threading.Thread(target=time.sleep, args=[9], daemon=True).start(); print(fork_server.unsafe())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, after = done.stdout.splitlines()
+    assert before == "None" and after.startswith("an import has started 1 threads")
 
 
 def made_by(root: Path, preload: bool) -> dict[str, Any]:

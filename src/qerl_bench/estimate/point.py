@@ -34,7 +34,7 @@ NOTHING = Told()
 
 
 def of_point(
-    tree: Mapping[str, Any], card: Card | None, per_card: int, told: Told = NOTHING, tasks: list[Task] | None = None
+    tree: dict[str, Any], card: Card | None, per_card: int, told: Told = NOTHING, tasks: list[Task] | None = None
 ) -> RunEstimate | list[str]:
     """The estimate of the run of a composed config, or why there is none. Raises ConfigError if it could not run.
 
