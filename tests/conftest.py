@@ -115,6 +115,16 @@ def no_power_cut() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """What a library sets in the environment of this process (W&B its WANDB_SERVICE) is gone for the next test."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def no_own_options(stand_in: Callable[..., None]) -> Iterator[None]:
     """Each test begins without folders of one's own options, as a process does, and leaves none of their modules."""
     stand_in(user_options, _in_use=[], _loaded={})
