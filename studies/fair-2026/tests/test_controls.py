@@ -73,7 +73,9 @@ def write_probes(data: Path, **found: tuple[int, int, int]) -> None:
 def test_shares_by_hand(tmp_path: Path) -> None:
     write_probes(tmp_path, **{"05b": (40, 4, 2), "15b": (2, 2, 2)})
     told = PAGE.by_heart(tmp_path)
-    p = [stats.fisher_exact([[one, 200 - one], [two, 200 - two]]).pvalue for one, two in ((40, 2), (4, 2), (4, 40))]
+    tables = [[[one, 200 - one], [two, 200 - two]] for one, two in ((40, 2), (4, 2), (4, 40))]
+    tests: list[Any] = [stats.fisher_exact(table) for table in tables]
+    p = [test.pvalue for test in tests]
     assert p[0] < p[2] < 0.001 < p[1]
     lines = {line.split(" | ")[0]: line for line in told[2].splitlines()}
     assert f"| +19.0 | {6 * p[0]:.4f} | **more often** |" in lines["| training part - generated, seen by nobody"]
@@ -121,10 +123,10 @@ def test_random_reward_by_hand(tmp_path: Path) -> None:
         pack("true", tmp_path / "true", session, COPIES[part], 0.25, true[part])
     told = PAGE.at_random(tmp_path / "random", tmp_path / "true")
     gap = np.array(true) - late
-    p = stats.ttest_1samp(gap, 0).pvalue
+    test: Any = stats.ttest_1samp(gap, 0)
     rise, added = told[1].splitlines()[2:]
     assert "| late - before, `random` | +0.50 [" in rise and "**not decided**" in rise
-    assert f"| +{100 * gap.mean():.2f} [" in added and f"| {2 * p:.4f} | **higher** |" in added
+    assert f"| +{100 * gap.mean():.2f} [" in added and f"| {2 * test.pvalue:.4f} | **higher** |" in added
     assert "over 160 steps: " in told[2] and abs(float(told[2].split()[-1][:-1])) < 0.3
 
 
