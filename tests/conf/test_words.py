@@ -1,4 +1,5 @@
-"""First screens are light: few numbers in 100 words of prose, and few in a sentence. Intervals stand in tables.
+"""Pages are light: few numbers in 100 words of prose, and few in a sentence. Intervals stand in tables. What is below
+the first screen of a study may have a few more.
 
 A number is one in digits or in words; "one" is left out, which is seldom a number in English. A word that the glossary
 gives a meaning of its own is linked to it, or explained in italics, where a page has it first.
@@ -17,6 +18,7 @@ FOUND = ("README.md", "studies/README.md", *STUDIES)  # what was found
 LIGHT = (*FOUND, "docs/concepts.md")  # a page joins when it has been made so
 SCREEN = 40  # lines of a study's page
 WORDS, PER_100, PER_SENTENCE = 450, 5, 3  # of the README; numbers, of each page
+IN_FULL = 8  # numbers in 100 words of a whole page of a study
 IN_WORDS = (
     "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen "
     "nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million half halves third thirds "
@@ -57,12 +59,26 @@ def numbers(text: str) -> list[str]:
     return NUMBER.findall(text)
 
 
+def share(text: str) -> float:
+    """Numbers in 100 words."""
+    return 100 * len(numbers(text)) / len(text.split())
+
+
+def crowded(text: str) -> list[str]:
+    """The sentences with too many numbers."""
+    return [one for one in re.split(r"(?<=[.:!?])[*_]*\s", text) if len(numbers(one)) > PER_SENTENCE]
+
+
 @pytest.mark.parametrize("name", LIGHT)
-def test_a_page_is_light(name: str) -> None:
+def test_a_first_screen_is_light(name: str) -> None:
     text = prose(screen(name))
-    sentences = re.split(r"(?<=[.:!?])[*_]*\s", text)
-    assert len(numbers(text)) <= PER_100 * len(text.split()) / 100
-    assert [one for one in sentences if len(numbers(one)) > PER_SENTENCE] == []
+    assert share(text) <= PER_100 and crowded(text) == []
+
+
+@pytest.mark.parametrize("name", (*STUDIES, "studies/README.md"))
+def test_a_whole_page_of_a_study_is_light(name: str) -> None:
+    text = prose((ROOT / name).read_text())
+    assert share(text) <= IN_FULL and crowded(text) == []
 
 
 def test_the_readme_is_short() -> None:
