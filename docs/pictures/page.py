@@ -16,7 +16,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[2]
 STUDY = ROOT / "studies" / "real-2026" / "15b"
 PICTURE = Path(__file__).with_name("report.webp")
-WIDTH, HEIGHT, COLORS = 1100, 1075, 20  # pixels: down to the first two curves
+WIDTH, HEIGHT, COLORS = 1100, 1075, 48  # pixels: down to the first two curves
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from qerl_studies.commands import compare
 from qerl_studies.commands import report as command
 from qerl_studies.effects.state import of_interval
 from qerl_studies.figures.headline import POINTS, by_step, value_of
+from qerl_studies.figures.style import color
 from qerl_studies.report.curve_drawing import Frame, round_ticks
 from qerl_studies.report.own_runs import CURVES, drawn_arms, own_content
 from qerl_studies.runs.comparable import load_runs
@@ -87,9 +88,10 @@ def test_the_numbers_of_a_contrast_are_those_of_its_runs() -> None:
     gap = sum(values["nvfp4", seed] - values["bf16", seed] for seed in (0, 1)) / 2
     text, word = row["cells"][place]
     assert row["pairs"] == 2 and float(text.split()[0]) == pytest.approx(gap, abs=6e-4) and word == "not decided"
-    assert [one.name for one in drawn_arms(group_by_setting(runs))] == sorted(
-        f"{noise} {quant}" for noise in ("exp", "none") for quant in ("bf16", "nvfp4")
-    )
+    shades = {one.name: one.shade for one in drawn_arms(group_by_setting(runs))}
+    assert [*shades] == sorted(f"{noise} {quant}" for noise in ("exp", "none") for quant in ("bf16", "nvfp4"))
+    assert shades["none bf16"] == "var(--text)" and shades["none nvfp4"] == color("nvfp4")
+    assert len({*shades.values()}) == len(shades)
 
 
 @pytest.mark.parametrize(

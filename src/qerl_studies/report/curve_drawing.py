@@ -22,12 +22,11 @@ Curve = Sequence[tuple[float, Estimate]]
 
 @dataclass(frozen=True)
 class DrawnArm:
-    """An arm, its color, whether its line is broken, and by which filters it stays."""
+    """An arm, its color, and by which filters it stays."""
 
     name: str
     runs: Sequence[Run]
     shade: str
-    broken: bool
     axes: Mapping[str, str]
 
 
@@ -101,10 +100,9 @@ def _arm(frame: Frame, arm: DrawnArm, curve: Curve, form: str) -> Markup:
         around = [(step, one.high) for step, one in band] + [(step, one.low) for step, one in reversed(band)]
         around_text = frame.points(around)
         parts.append(Markup('<polygon points="{}" fill="{}" opacity="0.15"/>').format(around_text, arm.shade))
-    dashes = Markup(' stroke-dasharray="6 3"' if arm.broken else "")
     points = frame.points((step, one.value) for step, one in curve)
-    line = Markup('<polyline points="{}" fill="none" stroke="{}" stroke-width="2"{}/>')
-    parts.append(line.format(points, arm.shade, dashes))
+    line = Markup('<polyline points="{}" fill="none" stroke="{}" stroke-width="2"/>')
+    parts.append(line.format(points, arm.shade))
     if len(curve) <= FEW:
         mark = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="3" fill="{}"/>')
         parts += [mark.format(frame.x(step), frame.y(one.value), arm.shade) for step, one in curve]

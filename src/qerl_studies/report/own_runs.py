@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 from qerl_core.statistics import Estimate
@@ -49,18 +50,18 @@ def _of_scope(name: str, runs: Sequence[Run], shown: Sequence[Headline]) -> dict
 
 
 def drawn_arms(settings: Sequence[Setting]) -> list[DrawnArm]:
-    """The settings, in the colors of formats where format and noise tell them apart: then lines without noise are
-    broken.
-    """
-    looks = [(one["quant.name"], one["aqn.name"] != "none") for one in settings]
-    told_apart = len({*looks}) == len(looks)
+    """The settings, one color each: that of its format for the first of them, before those with noise."""
+    formats = {color(one["quant.name"]) for one in settings}
+    others = cycle([shade for shade in OTHER_COLORS if shade not in formats])
+    named = zip(settings, Levels(settings).names, strict=True)
     arms = []
-    for place, (setting, name) in enumerate(zip(settings, Levels(settings).names, strict=True)):
-        quant, noisy = looks[place]
-        shade = color(quant) if told_apart else OTHER_COLORS[place % len(OTHER_COLORS)]
+    for setting, name in sorted(named, key=lambda one: (one[0]["aqn.name"] != "none", one[1])):
+        own = color(setting["quant.name"])
+        shade = own if own in formats else next(others)
+        formats -= {own}
         shade = "var(--text)" if shade == FORMAT_COLORS["bf16"] else shade
         axes = {axis: str(axis_of(setting.runs[0].config_items, key)) for axis, key in AXES.items()}
-        arms.append(DrawnArm(name, setting.runs, shade, told_apart and not noisy, axes))
+        arms.append(DrawnArm(name, setting.runs, shade, axes))
     return sorted(arms, key=lambda arm: arm.name)
 
 
