@@ -12,6 +12,7 @@ from qerl_studies.claims.claim import ClaimResult
 from qerl_studies.commands.claims import is_touched, main
 
 RUNS = Path(__file__).parents[1] / "assets" / "runs"  # of 12 steps on a CPU, of BF16 and NVFP4 with noise and without
+TINY = Path(__file__).parents[2] / "studies" / "tiny"  # of 100 steps, where RUNS are too short to be judged
 TOUCHED, OTHERS = ("1. 4-bit", "4. AQN", "12. Less memory"), ("5. Exponential", "9. The reverse", "13. NVFP4 with LoRA")
 
 
@@ -23,6 +24,13 @@ def test_claims_without_runs_are_folded(everything: bool, tmp_path: Path, capsys
     assert [f"| {claim}" in shown for claim in OTHERS] == [everything] * len(OTHERS)
     assert ("7 of 13 claims" in shown and "--all" in shown) != everything
     assert all(claim in (tmp_path / "claims.md").read_text() for claim in (*TOUCHED, *OTHERS))
+
+
+def test_columns_are_explained_where_an_effect_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for runs, explained in ((TINY, True), (RUNS, False)):
+        main([str(runs), "--out", str(tmp_path)])
+        shown = capsys.readouterr().out.splitlines()
+        assert any(line.startswith("detectable: ") for line in shown) == explained
 
 
 @pytest.mark.parametrize(

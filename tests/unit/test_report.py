@@ -272,7 +272,7 @@ def test_two_runs_differ_in_an_option_and_in_numbers(root: Path, capsys: pytest.
     values = [run.series("train", "reward/mean").iloc[-math.ceil(run.last_step / 5) :].mean() for run in runs]
     found = re.search(r"^reward/mean +(\S+) +(\S+) +(\S+)", said, re.M)
     assert found is not None and float(found[3]) == pytest.approx(values[0] - values[1], abs=1e-3) != 0
-    assert "One pair" in said
+    assert "One pair" in said and "run --explain NAME" in said
 
 
 def test_arms_have_paired_intervals(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

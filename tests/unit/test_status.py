@@ -103,6 +103,12 @@ def test_a_job_that_left_the_queue_before_it_began_is_not_queued(
     assert said is None or (tmp_path / "asked").read_text() == "\n"  # once for all runs
 
 
+def test_a_folder_without_runs_says_what_a_run_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command.main([str(tmp_path)])
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("0 runs: ") and "config.yaml" in line and "report" in line
+
+
 DAMAGE = {  # what happens to a finished run
     "done.json": lambda file: file.write_text('{"seals'),
     "eval.json": lambda file: file.unlink(),

@@ -56,7 +56,8 @@ def main(words: list[str]) -> None:
         return
     while True:
         found = statuses(given.folders)
-        print("\n".join(lines([status for status in found if status.state != "done"] if given.watch else found)))
+        if told := lines([status for status in found if status.state != "done"] if given.watch else found):
+            print("\n".join(told))
         print(summary(found), flush=True)
         if (cost := cost_of(found)).runs:
             print(f"cost of the finished runs: {cost}", flush=True)
@@ -79,6 +80,8 @@ def lines(found: list[Status]) -> list[str]:
 def summary(found: list[Status]) -> str:
     """How many runs there are of each state, and about how long all will take with as many at a time as now."""
     counts = Counter(status.state for status in found)
+    if not found:
+        return "0 runs: a run is a folder with a config.yaml; what a committed study found: qerl-bench report STUDY"
     told = f"{len(found)} runs" + "".join(f", {counts[name]} {name}" for name in sorted(counts))
     paces = [status.step_s for status in found if status.step_s]
     sizes = [status.steps for status in found if status.steps] or [0]

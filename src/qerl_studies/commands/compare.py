@@ -108,7 +108,7 @@ def comparison(names: tuple[str, str], first: Arm, second: Arm) -> str:
     chosen, others = ([row.texts for row in rows if row.leading == leading] for leading in (True, False))
     parts += ["", _table(header, chosen)] if chosen else []
     parts += [f"\n{table}" for one in CURVES if (table := step_table(one, first, second))]
-    parts += ["", _table(header, others)] if others else []
+    parts += ["", _table(header, others), "", "what a number is: qerl-bench run --explain NAME"] if others else []
     if not others and all(row[1] == row[2] for row in chosen):
         parts += ["", "no number differs"]
     return "\n".join([*parts, *notes(first, second)])
