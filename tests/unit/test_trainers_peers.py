@@ -73,7 +73,14 @@ def test_what_is_written_under_a_name_of_trl_is_what_trl_logs(bench: Any, found:
     name, theirs = trl_names(as_dict(compose([*words]))), found.peer("TRL", setting).logged
     ours = {name(one): value for one, value in found.of_ours(words).logged.items()}
     common = ours.keys() & theirs.keys()
-    expected = {"reward", "reward_std", "frac_reward_zero_std", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean"}
+    expected = {
+        "reward",
+        "reward_std",
+        "frac_reward_zero_std",
+        "entropy",
+        "clip_ratio/low_mean",
+        "clip_ratio/high_mean",
+    }
     expected |= {"completions/mean_length", "completions/clipped_ratio"} | ({"kl"} if setting == "GRPO" else set())
     assert common == expected
     assert {key: ours[key] for key in common} == pytest.approx({key: theirs[key] for key in common}, abs=1e-5)

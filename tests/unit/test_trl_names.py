@@ -120,7 +120,10 @@ def test_every_alias_is_the_number_that_its_name_has_by_hand(row: Any) -> None:
         (["algo=gspo"], "clip_ratio/low_mean"),
         (["algo=rloo"], "clip_ratio/high_mean"),
         (["algo=cispo"], "clip_ratio/low_mean"),
-        (["importance_sampling.mode=truncate", "importance_sampling.level=sequence"], "importance_sampling/weight_mean"),
+        (
+            ["importance_sampling.mode=truncate", "importance_sampling.level=sequence"],
+            "importance_sampling/weight_mean",
+        ),
         (["train.updates_per_batch=2"], "grad_norm"),
         (["reward=random"], "reward/correct"),
     ],
@@ -179,9 +182,7 @@ class Kept(ServiceMirror):
 
 
 @pytest.mark.parametrize(("names", "expected"), [("trl", "train/reward"), (None, "reward/mean")])
-def test_services_get_the_names_that_transformers_gives_them(
-    names: str | None, expected: str, tmp_path: Path
-) -> None:
+def test_services_get_the_names_that_transformers_gives_them(names: str | None, expected: str, tmp_path: Path) -> None:
     spec = Trackio(name="trackio", project="p", names=names)
     kept = Kept(spec, tmp_path, [{"kind": "train", "step": 1, "time": 0.0, "reward/mean": 0.5}], config())
     kept.log("train", 2, {"reward/mean": 1.0})

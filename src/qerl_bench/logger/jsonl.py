@@ -1,4 +1,4 @@
-"""logger=jsonl: metrics.jsonl in the run directory and nothing else; with names=trl a copy under TRL's names beside it."""
+"""logger=jsonl: metrics.jsonl in the run directory and nothing else; with names=trl another under TRL's names."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ class FileMirror(ServiceMirror):
         return (run_dir / FILE.format(spec.names)).open("w")
 
     def send(self, run: Any, kind: str, step: int, metrics: dict[str, float]) -> None:
-        finite = {name: value if value is not None and math.isfinite(value) else None for name, value in metrics.items()}
+        finite = {
+            name: value if value is not None and math.isfinite(value) else None for name, value in metrics.items()
+        }
         run.write(json.dumps({"step": step} | finite) + "\n")
         run.flush()
 

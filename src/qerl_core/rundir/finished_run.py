@@ -19,8 +19,7 @@ from qerl_core.rundir.read_files import read_config, read_object
 from qerl_core.rundir.recorded_types import RESULT, require_environment, require_kinds
 from qerl_core.rundir.run_checks import check_records, saved
 
-
-WITHOUT_EFFECT = {"eval": {"every": 0, "every_questions": 1}, "logger": {"names": None}}  # keys that came later, by group
+LATER_WITHOUT_EFFECT = {"eval": {"every": 0, "every_questions": 1}, "logger": {"names": None}}  # keys by group
 
 
 def stored_config(run_dir: Path) -> DictConfig:
@@ -59,7 +58,7 @@ def with_later_keys(config: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(part, dict):
             return part
         known = keys_of(part.get("_target_", ""))
-        later = added_later(group) | WITHOUT_EFFECT.get(group, {})
+        later = added_later(group) | LATER_WITHOUT_EFFECT.get(group, {})
         return {key: value for key, value in later.items() if key in known} | part
 
     checkpoints = {"_target_": "qerl_bench.train.spec.CheckpointSpec", "keep": None}

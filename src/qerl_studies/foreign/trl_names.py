@@ -31,18 +31,15 @@ class Alias:
 
     @property
     def text(self) -> str:
-        """TRL's definition."""
-        return self.of or definition_of("trl", self.theirs).of
+        """TRL's definition, and in what TRL's number may differ."""
+        of = self.of or definition_of("trl", self.theirs).text
+        return f"{of}; {self.but}" if self.but else of
 
 
 ALIASES = (
     Alias("reward/mean", "reward"),
     Alias("reward/std", "reward_std"),
-    Alias(
-        "reward/frac_zero_std",
-        "frac_reward_zero_std",
-        but="TRL misses groups of equal rewards that are no exact sum (0.7), and all with scale_rewards=batch",
-    ),
+    Alias("reward/frac_zero_std", "frac_reward_zero_std"),  # and of equal rewards such as 0.7 too, which TRL misses
     Alias("reward/*", "rewards/*/mean", {"reward.name": ("task",)}),
     Alias("completions/mean_length", "completions/mean_length"),
     Alias("completions/truncated_frac", "completions/clipped_ratio"),
@@ -70,7 +67,9 @@ ALIASES = (
         of="weight of a token, trainer over sampler, after truncation or masking",
     ),
     Alias("loss", "loss", of="what was minimised, by loss_type, KL penalty and entropy bonus included"),
-    Alias("grad_norm", "grad_norm", {"train.updates_per_batch": (1,)}, of="of the whole gradient, before it is clipped"),
+    Alias(
+        "grad_norm", "grad_norm", {"train.updates_per_batch": (1,)}, of="of the whole gradient, before it is clipped"
+    ),
     Alias("lr", "learning_rate", of="of the step's update"),
 )
 UNLIKE = {  # ours: the name of TRL's that it resembles, and why it is another number

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from qerl_core.checks import ConfigError, require
+from qerl_core.rundir.read_files import read_yaml
 from qerl_studies.foreign.files import inside, read_json, read_lines
 from qerl_studies.foreign.formulas import of_completions
 from qerl_studies.foreign.gather import ForeignRun, check_against, check_order, flat_options, named_seed, numbers_of
-from qerl_studies.runs.reported import check_size
 
 SCORE = "critic/score/mean"
 MODES = ("greedy", "sampled")
@@ -88,18 +87,7 @@ def _options(root: Path, file: Path) -> dict[str, Any]:
     found = next((place for place in places if place.is_file() and inside(root, place)), None)
     if found is None:
         return {}
-    check_size(found)
-    if found.suffix == ".json":
-        return flat_options(read_json(found))
-    try:
-        text = found.read_text(encoding="utf-8")
-        aliased = "*" in text and any(
-            isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.CSafeLoader)
-        )
-        require(not aliased, f"{found} has an alias (*name), which may unfold without end: leave the run out")
-        return flat_options(yaml.load(text, yaml.CSafeLoader))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{found} is not YAML ({' '.join(str(error).split())[:200]})") from error
+    return flat_options(read_json(found) if found.suffix == ".json" else read_yaml(found))
 
 
 def _dumps(root: Path, folder: Path, run: ForeignRun) -> Iterator[tuple[int, list[dict[str, Any]]]]:
