@@ -48,9 +48,9 @@ The files: [runs](../runs.md).
 """
 TRL_NAMES = """## Under TRL's names
 
-With [`logger.names=trl`](../wandb.md#trls-names), by `src/qerl_studies/foreign/trl_names.py`. The number is what TRL logs
-of the same completions in one micro-batch on one process, with a line for each step of ours. In several, TRL takes the
-mean of their means, ours stays the mean over all tokens.
+With [`logger.names=trl`](../wandb.md#trls-names), by `src/qerl_studies/foreign/trl_names.py`. The number is what TRL
+logs of the same completions in one micro-batch on one process, with a line for each step of ours. In several, TRL takes
+the mean of their means, ours stays the mean over all tokens.
 """
 CLAIMS = """# All claims
 

@@ -22,7 +22,7 @@ from qerl_core.checks import ConfigError, require
 from qerl_studies.foreign.files import inside, read_json
 from qerl_studies.foreign.formulas import of_completions
 from qerl_studies.foreign.gather import ForeignRun, check_against, check_order, named_seed, numbers_of
-from qerl_studies.runs.reported import check_size
+from qerl_studies.runs.reported import LARGEST, check_size
 
 STATE, ARGS = "trainer_state.json", "training_args.json"
 LOGS = ("log.json", "log_history.json")
@@ -104,7 +104,7 @@ def _check_end(run: ForeignRun, content: Any) -> None:
     if type(planned) is int and planned > last:
         run.refused.append(f"it stopped at step {last} of {planned}")
     every = run.options.get("logging_steps")
-    if isinstance(every, int | float) and every > 1:
+    if isinstance(every, int | float) and 1 < every <= LARGEST:
         run.notes.append(f"logging_steps={every:g}: a number stands for the mean of so many steps")
 
 
@@ -156,4 +156,7 @@ def _is_number(kind: pa.DataType) -> bool:
 
 def _weight(options: Mapping[str, Any], place: int) -> float:
     weights = options.get("reward_weights")
-    return float(weights[place]) if isinstance(weights, list) and place < len(weights) else 1.0
+    weight = weights[place] if isinstance(weights, list) and place < len(weights) else 1.0
+    known = isinstance(weight, int | float) and abs(weight) <= LARGEST
+    require(known, f"{ARGS}: reward_weights must be numbers, got {str(weight)[:80]!r}: leave the run out")
+    return float(weight)

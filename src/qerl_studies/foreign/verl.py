@@ -11,7 +11,6 @@ verl has several seeds (data, sampling, loader) and no one seed of a run, so the
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from qerl_core.rundir.read_files import read_yaml
 from qerl_studies.foreign.files import inside, read_json, read_lines
 from qerl_studies.foreign.formulas import of_completions
 from qerl_studies.foreign.gather import ForeignRun, check_against, check_order, flat_options, named_seed, numbers_of
+from qerl_studies.runs.reported import LARGEST
 
 SCORE = "critic/score/mean"
 MODES = ("greedy", "sampled")
@@ -93,18 +93,17 @@ def _options(root: Path, file: Path) -> dict[str, Any]:
 def _dumps(root: Path, folder: Path, run: ForeignRun) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """The completions of each step, as verl wrote them. Raises ConfigError for a file that is no dump."""
     for file in sorted(folder.glob("*.jsonl"), key=lambda one: one.name.zfill(20)):
-        if file.stem.isdigit() and inside(root, file):
+        if file.stem.isdecimal() and inside(root, file):
             lines = [line for _, line in read_lines(file)]
             right = all(isinstance(one, dict) and _is_score(one.get("score")) for one in lines)
             require(right and bool(lines), f"{file} is no dump of verl's generations: each line needs a score")
-            steps = {one.get("step") for one in lines}
-            if steps != {int(file.stem)}:
+            if any(one.get("step") != int(file.stem) for one in lines):
                 run.refused.append(f"{folder.name}/{file.name} has completions of other steps: a rerun?")
             yield int(file.stem), lines
 
 
 def _is_score(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and -LARGEST <= value <= LARGEST
 
 
 def _validation(root: Path, folder: Path, run: ForeignRun, answers: str | None) -> None:
