@@ -118,6 +118,28 @@ def test_a_log_of_another_run_than_its_completions_is_said(foreign: Callable[[st
     assert found.difference is None and "single seed" in found.state.untested and "rerun" in found.state.untested
 
 
+@pytest.mark.parametrize("last", [True, False])
+def test_checkpoints_that_an_earlier_run_left_are_said(
+    last: bool, foreign: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The rerun ended at step 4 and overwrote the checkpoints up to there; of two runs no log is whole."""
+    runs = foreign("trl")
+    for name in ("beta-0-s0", "beta-0-s1"):
+        state = json.loads((runs / name / "trainer_state.json").read_text())
+        for step in (2, 4, 6):
+            (runs / name / f"checkpoint-{step}").mkdir()
+            part = [one for one in state["log_history"] if one["step"] <= step]
+            if name == "beta-0-s0" and step < 6:
+                part = [one | {"grad_norm": 0.5} for one in part]
+            (runs / name / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"log_history": part}))
+        if not last:
+            (runs / name / "trainer_state.json").unlink()
+    study = imported("trl", str(runs), f"out={tmp_path / 'study'}", *NAMED)
+    unjudged = json.loads((study / ABOUT).read_text())["unjudged"]
+    assert "checkpoint-2 has another log" in unjudged["beta-0-s0"] and "checkpoint-6" not in unjudged["beta-0-s0"]
+    assert "beta-0-s1" not in unjudged
+
+
 def test_a_run_that_stopped_early_or_has_later_steps_is_said(foreign: Callable[[str], Path], tmp_path: Path) -> None:
     runs = foreign("trl")
     for name, change in (("beta-0-s0", "max_steps"), ("beta-0-s1", "log_history")):
