@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -81,7 +82,7 @@ def test_runs_of_trl_get_verdicts_in_pairs(foreign: Callable[[str], Path], tmp_p
     reward = found["reward/mean"].difference
     if expected.stderr > 0:
         assert reward is not None and (reward.value, reward.low) == pytest.approx((expected.value, expected.low))
-    assert found["trl/kl"].state.untested, "of one arm alone, since beta is 0 in the other"
+    assert found["trl/kl"].state.untested == "no run of beta-0 has it"
     assert all(one.state.word in WORDS for one in found.values())
     about = json.loads((study / ABOUT).read_text())
     assert about["arms"] == {"beta-0": {"beta": 0.0}, "beta-0.04": {"beta": 0.04}} and not about["unjudged"]
@@ -269,7 +270,8 @@ def test_eight_seeds_of_trl_and_ours_have_the_intervals_of_their_page(tmp_path: 
 def test_a_margin_makes_a_small_difference_no_difference(tmp_path: Path) -> None:
     words = [word.replace("late reward:", "late_reward:") for word in WIDE]
     study = imported("csv", str(SEEDS), f"out={tmp_path / 'study'}", *words, "margin=late_reward:0.2")
-    assert "no difference beyond the margin" in (study / "verdict.md").read_text()
+    page = (study / "verdict.md").read_text()
+    assert "no difference beyond the margin" in page and "Margin of late_reward: 0.2." in page
     assert by_metric(judge(study, "TRL", {"late_reward": 0.2}))["late_reward"].state.within
     assert not by_metric(judge(study, "TRL", {"late_reward": 0.16}))["late_reward"].state.within
 
@@ -357,6 +359,7 @@ def test_words_that_are_missing_or_wrong_are_refused_in_a_sentence(
     assert "no run of verl" in refused(capsys, "verl", str(runs), out, *NAMED)
     assert "control=x" in refused(capsys, "trl", str(runs), out, *NAMED, "control=x")
     assert "METRIC:SIZE" in refused(capsys, "trl", str(runs), out, *NAMED, "margin=reward")
+    assert "there are reward/mean" in refused(capsys, "trl", str(runs), out, *NAMED, "margin=rewrd/mean:0.02")
     assert "right" in refused(capsys, "trl", str(runs), out, *NAMED, "accuracy=none")
     assert "twelve columns" in refused(capsys, "csv", str(SEEDS), out, *NAMED)
     assert "no column" in refused(capsys, "csv", str(SEEDS), out, *NAMED, "step=1", "metric=x:y:z")
@@ -432,6 +435,42 @@ def test_a_study_that_was_edited_is_refused(reported: Path, capsys: pytest.Captu
 
 def test_a_page_shows_names_and_nothing_else(reported: Path) -> None:
     assert markdown(reported, judge(reported)).count("# ") >= 3
+
+
+def test_the_page_is_enough_for_the_three_kinds_of_files(
+    foreign: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its commands as printed, in a folder that has what the page says and nothing else."""
+    page = (ROOT / "docs" / "how-to" / "import.md").read_text()
+    (claim_command,) = re.findall(r"(?m)^    qerl-bench (register .*)$", page)
+    lines = re.findall(r"(?m)^    qerl-bench (import .*)$", page)
+    assert [line.split()[1] for line in lines] == ["trl", "verl", "csv"]
+    arms = {"beta-0-": "bf16-", "beta-0.04-": "fp8-"}
+    for line in lines:
+        place = tmp_path / f"for-{line.split()[1]}"
+        place.mkdir()
+        monkeypatch.chdir(place)
+        if "csv" in line:
+            rows = [
+                f"{arm},{seed},{0.5 + 0.1 * k + 0.01 * seed * k}" for k, arm in enumerate("ab") for seed in range(3)
+            ]
+            Path("numbers.csv").write_text("\n".join(["format,seed,greedy", *rows]) + "\n")
+        else:
+            foreign(line.split()[1]).rename("my-runs")
+        for run in [*Path("my-runs").glob("beta-*")]:
+            old = next(old for old in reversed(arms) if run.name.startswith(old))
+            run.rename(run.with_name(run.name.replace(old, arms[old])))
+        if "trl" in line:
+            own = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/how-to/own-claim.md").read_text(), flags=re.DOTALL)[0]
+            Path("mine/claim").mkdir(parents=True)
+            Path("mine/claim/first_entropy.yaml").write_text(own)
+            assert main(claim_command.split()) == 0
+        assert main(line.split()) == 0 and main(["check", "my-study"]) == 0
+        verdict = Path("my-study/verdict.md").read_text()
+        assert "| eval/accuracy_greedy |" in verdict or "| reward/mean |" in verdict
+        assert ("registered on" in verdict) == ("trl" in line)
+    for word in ("higher", "lower", *(word for word in WORDS if word not in ("supported", "opposite"))):
+        assert f"*{word}*" in page, "each word of a verdict is explained"
 
 
 CONTROLS = {"trl-eight-seeds": "TRL", "verl-7519-gsm8k": "bf16", "verl-7519-dapo": "bf16"}

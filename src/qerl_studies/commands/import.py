@@ -70,7 +70,14 @@ def main(words: list[str]) -> None:
         runs = read_study(folder).runs
         registered = check_registration(folder, load_runs([folder])) if registered_files(folder) else ""
         judged = judge(folder, given.control, margins)
-        promised = f"\n## What was promised\n\nA claim was {shown(registered)}.\n" if registered else ""
+        unknown = margins.keys() - {one.metric for one in judged}
+        names = ", ".join(printable(one.metric) for one in judged if one.state.untested != UNREAD)
+        require(
+            not unknown, f"margin={min(unknown, default='')}: no number of these runs is called so; there are {names}"
+        )
+        told = [f"Margin of {shown(metric)}: {size:g}." for metric, size in margins.items()]
+        told += [f"A claim was {shown(registered)}."] if registered else []
+        promised = "".join(f"\n{line}\n" for line in ("## What was said beforehand", *told)) if told else ""
         (folder / PAGE).write_text(markdown(folder, judged) + promised)
         if held:  # its claims stay as they are
             for name in (REPORTED, ABOUT, PAGE):
