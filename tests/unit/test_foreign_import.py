@@ -185,6 +185,13 @@ def test_one_seed_twice_is_no_pair(foreign: Callable[[str], Path], tmp_path: Pat
     assert "single seed" in by_metric(judge(study))["reward/mean"].state.untested
 
 
+def test_one_arm_alone_is_said_and_not_compared(
+    foreign: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    imported("trl", str(foreign("trl") / "beta-0-s0"), f"out={tmp_path / 'study'}", *NAMED)
+    assert "nothing to compare with" in capsys.readouterr().out
+
+
 # --- verl ------------------------------------------------------------------------------------------------------------
 
 

@@ -188,7 +188,7 @@ def test_services_get_the_names_that_transformers_gives_them(names: str | None, 
     kept.log("train", 2, {"reward/mean": 1.0})
     assert kept.run == [(1, {expected: 0.5}), (2, {expected: 1.0})]
     kept.log("eval", 2, {"eval/accuracy_greedy": 1.0})
-    assert [_kind({"step": step} | metrics) for step, metrics in kept.run] == ["train", "train", "eval"]
+    assert [_kind({"step": step} | metrics) for step, metrics in kept.run or []] == ["train", "train", "eval"]
 
 
 def test_another_name_than_one_of_theirs_is_refused() -> None:

@@ -23,7 +23,7 @@ from qerl_studies.claims.registration import GROUP, REGISTERED, carry, check_reg
 from qerl_studies.foreign import table, trl, verl
 from qerl_studies.foreign.definitions import UNREAD
 from qerl_studies.foreign.gather import study_of
-from qerl_studies.foreign.verdict import judge, markdown, shown
+from qerl_studies.foreign.verdict import NOTHING, judge, markdown, shown
 from qerl_studies.runs.committed import read_study
 from qerl_studies.runs.comparable import load_runs
 from qerl_studies.runs.reported import ABOUT, REPORTED, About, Row, write
@@ -85,6 +85,8 @@ def main(words: list[str]) -> None:
         else:
             folder.replace(out)
     print(f"{out}: {len(runs)} runs reported with {printable(about.tool)}, {len(rows):,} numbers\n")
+    if not judged:
+        print(NOTHING[False])
     for one in [one for one in judged if one.state.untested != UNREAD]:
         value = f"{one.difference.value:+.4g} {one.interval}" if one.difference else ""
         why = f" ({one.state.untested})" if one.state.untested else ""
