@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from qerl_bench.parallel import ALONE
 from qerl_bench.train.batch import rollout_batch
 from qerl_bench.train.reduced_sizes import Size
 from qerl_bench.train.update import StepAccumulator, add_gradients, micro_batches_of
+from qerl_core.metrics import compute
 from qerl_core.records import Group, Prompt, Reward, Rollout
 
 LIMIT, GROUP = 12, 4  # tokens of an answer, answers to a prompt
@@ -77,6 +78,7 @@ class Numbers:
     loss: tuple[float, float]
     gradient: tuple[torch.Tensor, torch.Tensor]  # each (n,) FP64, of the adapter's matrices in the order of their names
     clipped: float  # share of tokens that the clip has touched after the move, as the trainer reports it
+    logged: dict[str, float] = field(default_factory=dict)  # all it logs by its names; of clips after the move
 
     @property
     def norm(self) -> tuple[float, float]:
@@ -161,11 +163,11 @@ class Ours:
                 moved = {name: sum(float(part.sums[name]) for part in results) for name in results[0].sums}
         found = totals.metrics(1, on_policy=True)
         tokens = sum(answers.lengths)
-        clipped = sum(value for name, value in moved.items() if name.startswith("clip_ratio"))
+        moved = {name: value / tokens for name, value in moved.items() if name.startswith("clip_ratio")}
         return Numbers(
             batch.advantages.tolist(), 1 - sum(group.has_signal for group in groups) / len(groups), tokens,
             found["entropy_clean"], found.get("kl", math.nan), (losses[0], losses[1]), (gradients[0], gradients[1]),
-            clipped / tokens,
+            sum(moved.values()), compute.rollout_metrics(groups) | found | moved,
         )  # fmt: skip
 
 

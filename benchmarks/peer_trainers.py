@@ -109,7 +109,7 @@ def trl(ours: Ours, answers: Answers, fields: dict[str, Any], parts: int = 1, co
     return Numbers(
         inputs["advantages"].tolist(), logged[0]["frac_reward_zero_std"], int(inputs["completion_mask"].sum()),
         logged[0]["entropy"], logged[0].get("kl", math.nan), (losses[0], losses[1]), (gradients[0], gradients[1]),
-        clipped,
+        clipped, logged[0] | {name: value for name, value in logged[1].items() if name.startswith("clip_ratio")},
     )  # fmt: skip
 
 

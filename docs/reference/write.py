@@ -26,6 +26,7 @@ from qerl_core.options.suggestions import keys_of_axis
 from qerl_core.process.installation import CONF_DIR
 from qerl_studies.claims.claim import Claim
 from qerl_studies.claims.registry import QERL, families
+from qerl_studies.foreign.trl_names import ALIASES, UNLIKE
 
 CONTRASTS = """A study may name contrasts of its own before its data, as `primary` of its study.yaml. They are judged by
 its protocol, at the looks that it planned, in its own setting: that of claims, the model's default rate, is another."""
@@ -44,6 +45,12 @@ METRICS = """# All metrics
 Made by `docs/reference/write.py` from `src/qerl_core/metrics/definitions.py`. A mean is taken once over all tokens or
 completions of a step, never over means of micro-batches. `env.json` of a run has the definitions that it was made with.
 The files: [runs](../runs.md).
+"""
+TRL_NAMES = """## Under TRL's names
+
+With [`logger.names=trl`](../wandb.md#trls-names), by `src/qerl_studies/foreign/trl_names.py`. The number is what TRL
+logs of the same completions in one micro-batch on one process, with a line for each step of ours. In several, TRL takes
+the mean of their means, ours stays the mean over all tokens.
 """
 CLAIMS = """# All claims
 
@@ -131,7 +138,19 @@ def metric_tables() -> str:
     for when, table in TABLES.items():
         rows = [_row(f"`{name}`", metric.unit, metric.definition) for name, metric in table.items()]
         parts.append("\n".join([f"## {when}\n", "| metric | unit | definition |", "|---|---|---|", *rows, ""]))
-    return "\n".join(parts)
+    return "\n".join([*parts, *_names_of_trl()])
+
+
+def _names_of_trl() -> Iterator[str]:
+    """What `logger.names=trl` writes under which name, and what only looks like one of TRL's."""
+    yield f"{TRL_NAMES}\n| metric | TRL's name | TRL's definition | written so with |\n|---|---|---|---|"
+    for one in ALIASES:
+        only = "; ".join(f"`{key}` {' or '.join(map(str, values))}" for key, values in one.only.items())
+        names = (f"`{name.replace('*', 'NAME')}`" for name in (one.ours, one.theirs))
+        yield _row(*names, one.text, only)
+    yield "\nThese look like one of TRL's and differ:\n\n| metric | is not TRL's | since it is |\n|---|---|---|"
+    yield from (_row(f"`{ours}`", f"`{theirs}`", why) for ours, (theirs, why) in UNLIKE.items())
+    yield ""
 
 
 def claims() -> str:

@@ -16,7 +16,7 @@ from qerl_bench.logger.tensorboard import FOLDER, TensorBoard
 from qerl_core.checks import ConfigError
 from tests.short_runs import killed_in_step, without_figures
 
-SPEC = TensorBoard(name="tensorboard")
+SPEC = TensorBoard(name="tensorboard", names=None)
 needs_package = pytest.mark.usefixtures("package")
 
 

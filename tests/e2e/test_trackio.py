@@ -19,7 +19,7 @@ from pathlib import Path
 
 from qerl_bench.logger.trackio import Trackio
 
-spec = Trackio(name="trackio", project="p")
+spec = Trackio(name="trackio", project="p", names=None)
 config = {"name": "a-s3-b", "seed": 3, "quant": {"_target_": "x.Y", "name": "nvfp4"}}
 records = [{"kind": "eval", "step": 0, "time": 0.0, "eval/a": 0.5}]
 records += [{"kind": "train", "step": step, "time": 0.0, "loss": step / 10} for step in range(1, 5)]

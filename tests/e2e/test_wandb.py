@@ -158,7 +158,7 @@ def resumed(
     package(monkeypatch, lambda **_: online)
     lines = [{"kind": "eval", "step": 0, "time": 0.0, "eval/a": 0.5}]
     lines += [{"kind": "train", "step": step, "time": 0.0, "loss": 1.0} for step in range(1, local_steps + 1)]
-    spec = WandB(name="wandb", project="p", entity=None, mode="online")
+    spec = WandB(name="wandb", project="p", entity=None, mode="online", names=None)
     return WandbMirror(spec, folder, lines, CONFIG), online
 
 
@@ -199,7 +199,7 @@ def test_a_mirror_that_fails_at_the_end_does_not_fail_the_run(
 def test_a_server_that_is_gone_is_a_warning_and_a_missing_login_a_refusal(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    spec = WandB(name="wandb", project="p", entity=None, mode="online")
+    spec = WandB(name="wandb", project="p", entity=None, mode="online", names=None)
     lines = [{"kind": "train", "step": 1, "time": 0.0, "loss": 1.0}]
 
     def fail(error: Exception) -> Callable[..., Any]:
@@ -222,7 +222,7 @@ def test_runs_are_grouped_by_setting_and_tagged_by_option(monkeypatch: pytest.Mo
     package(monkeypatch, lambda **words: given.update(words) or Online(0))
     for variable in ("WANDB_RUN_GROUP", "WANDB_TAGS"):
         monkeypatch.delenv(variable, raising=False)
-    spec = WandB(name="wandb", project="p", entity=None, mode=None)
+    spec = WandB(name="wandb", project="p", entity=None, mode=None, names=None)
     WandbMirror(spec, tmp_path, [], CONFIG)
     assert (given["group"], given["tags"], given["mode"]) == ("a-b", ["quant=nvfp4"], None)
     monkeypatch.setenv("WANDB_RUN_GROUP", "mine")
@@ -287,7 +287,7 @@ def test_an_offline_run_says_how_it_is_uploaded(
     monkeypatch.setenv("WANDB_SILENT", "true")
     folder = tmp_path / "a run"  # whose name a shell would cut
     folder.mkdir()
-    spec = WandB(name="wandb", project="p", entity=None, mode="offline")
+    spec = WandB(name="wandb", project="p", entity=None, mode="offline", names=None)
     with caplog.at_level("INFO"), spec.mirror(folder, [], {"name": "a", "seed": 0}) as mirror:
         mirror.log("train", 1, {"loss": 1.0})
     (said,) = [record.getMessage() for record in caplog.records if "wandb sync" in record.getMessage()]

@@ -69,7 +69,7 @@ def programmed(folder: Path, module: str, name: str, spec: dict[str, Any], more:
 @pytest.mark.slow
 def test_a_run_that_was_deleted_begins_anew_at_wandb(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    spec = {"name": "wandb", "project": "p", "entity": None, "mode": "offline"}
+    spec = {"name": "wandb", "project": "p", "entity": None, "mode": "offline", "names": None}
     programmed(tmp_path, "wandb", "WandB", spec)
     found: dict[str, list[tuple[str, list[tuple[int, float]]]]] = {}
     for file in tmp_path.rglob("*.wandb"):
@@ -95,7 +95,7 @@ shown = {name: store.get_logs("p", run=name) for name in ("lr1/base", "lr2/base"
 every = [store.get_logs("p", run_id=record["id"]) for record in store.get_run_records("p")]
 print("FOUND" + json.dumps([shown, every]))
 """
-    said = programmed(tmp_path, "trackio", "Trackio", {"name": "trackio", "project": "p"}, more)
+    said = programmed(tmp_path, "trackio", "Trackio", {"name": "trackio", "project": "p", "names": None}, more)
     shown, every = json.loads(next(line for line in said.splitlines() if line.startswith("FOUND"))[5:])
     values = {name: [(row["step"], row["loss"]) for row in rows] for name, rows in shown.items()}
     assert values == {name: [*map(tuple, rows)] for name, rows in

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import pickle
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from qerl_bench.__main__ import main
@@ -45,6 +49,26 @@ def lines_of(rows: list[dict[str, Any]]) -> str:
 def import_trl(root: Path, out: Path, *words: str) -> Path:
     assert main(["import", "trl", str(root), f"out={out}", "model=m", "task=t", *words]) == 0
     return out
+
+
+def rows_with(**cells: str) -> str:
+    """The table of two arms, in each line of which a column has another text, questions included."""
+    base = dict.fromkeys(COLUMNS, "") | {"study": "s", "model": "m", "task": "t", "definition": "d", "source": "f"}
+    lines = []
+    for place, arm in enumerate("ab"):
+        for seed in range(3):
+            own = base | {"arm": arm, "seed": str(seed), "step": "1"}
+            lines.append(own | {"metric": "score", "value": str(0.1 * seed + (0.2 + 0.01 * seed) * place)} | cells)
+            for question in ("q", "r"):
+                asked = {"metric": "eval/accuracy_greedy", "question": question + cells.get("question", "")}
+                right = str((place + seed + (question == "q")) % 2)
+                lines.append(own | cells | asked | {"value": right, "n": "1"})
+            lines[-3]["question"] = ""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, COLUMNS)
+    writer.writeheader()
+    writer.writerows(lines)
+    return file.getvalue()
 
 
 def table(arm: str) -> str:
@@ -89,6 +113,139 @@ def test_a_name_leads_to_no_other_place(name: str, tmp_path: Path) -> None:
     assert written == {Path("theirs.csv"), Path("pages/index.html")} | {
         Path("study") / one for one in (REPORTED, ABOUT, "verdict.md")
     }
+
+
+HOSTILE = f"{EVIL}**b**../../outside"
+
+
+@pytest.mark.parametrize("column", [one for one in COLUMNS if one not in ("arm", "seed", "step", "value", "n")])
+def test_markup_and_places_in_any_column_are_text(column: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs.csv").write_text(rows_with(**{column: HOSTILE}))
+    study = tmp_path / "in" / "study"
+    assert main(["import", "csv", str(tmp_path / "theirs.csv"), f"out={study}"]) == 0
+    assert main(["report", str(study), f"out={tmp_path / 'in' / 'pages'}"]) == 0
+    page = (study / "verdict.md").read_text()
+    shown_on = page + (tmp_path / "in" / "pages" / "index.html").read_text()
+    assert "<script>alert" not in shown_on and "**b**" not in page
+    assert column not in ("model", "task", "metric") or "&lt;script&gt;alert(1)" in shown_on
+    files = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {"theirs.csv", "index.html", "verdict.md", REPORTED, ABOUT}
+    assert {path.name for path in tmp_path.iterdir()} == {"theirs.csv", "in"}
+
+
+# --- names that are very long, and numbers that are huge -------------------------------------------------------------
+
+
+def with_logs(root: Path, **more: Any) -> Path:
+    """Runs of TRL whose entries have `more`."""
+    for folder in arms(root).iterdir():
+        state = json.loads((folder / "trainer_state.json").read_text())
+        state["log_history"] = [one | more for one in state["log_history"]]
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+    return root
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(["import", *words])
+    assert end.value.code == 2
+    return whole(capsys.readouterr().err)
+
+
+def test_names_that_are_too_long_are_refused_by_their_file_and_never_cut_to_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"out={tmp_path / 'study'}", "model=m", "task=t"]
+    runs = with_logs(tmp_path / "runs", **{f"{'k' * 450}{end}": 1.0 for end in "xy"})
+    said = refusal(capsys, "trl", str(runs), *words)
+    assert "a-s0/trainer_state.json" in said and "metric has 455 characters" in said
+    deep = tmp_path / "deep"
+    for end in "xy":
+        trl_run(deep / ("d" * 200) / ("e" * 200) / f"{end}-s0")
+    assert "characters" in refusal(capsys, "trl", str(deep), *words)
+    assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize("number", [10**400, 10**101, 1e308, -1e308], ids=["10^400", "10^101", "1e308", "-1e308"])
+def test_numbers_that_no_run_has_are_missing_and_every_command_goes_on(number: float, tmp_path: Path) -> None:
+    study = import_trl(with_logs(tmp_path / "runs", kl=number), tmp_path / "study")
+    assert {str(row.value) for row in read_rows(study / REPORTED) if row.metric == "trl/kl"} == {"nan"}
+    assert "no number of trl/kl" in (study / "verdict.md").read_text()
+    assert main(["report", str(study), f"out={tmp_path / 'pages'}"]) == 0
+    assert main(["compare", str(study / "b-*"), str(study / "a-*")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"value": "1e308"}, "value must be empty or at most 1e+100"),
+        ({"value": "inf"}, "value must be empty or at most 1e+100"),
+        ({"seed": "9" * 19}, "seed must be from 0 to"),
+        ({"seed": "9" * 30}, "seed must be a whole number"),
+        ({"step": "9" * 19}, "step must be from 0 to"),
+        ({"n": "9" * 19}, "n must be"),
+    ],
+)
+def test_huge_cells_are_refused_by_their_line(
+    change: dict[str, str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "theirs.csv").write_text(rows_with(**change))
+    told = refusal(capsys, "csv", str(tmp_path / "theirs.csv"), f"out={tmp_path / 'study'}")
+    assert said in told and "line 2" in told and not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"seed": 10**30}, "seed must be from 0 to"),
+        ({"seed": -1}, "seed must be from 0 to"),
+        ({"logging_steps": 10**400}, ""),
+        ({"note": "x" * 10**6, "<b>" * 300: 10**400}, ""),
+    ],
+    ids=["seed", "negative seed", "logging_steps", "long"],
+)
+def test_huge_options_are_refused_by_name_or_decide_nothing(
+    options: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = arms(tmp_path / "runs")
+    for folder in runs.iterdir():
+        own = {key: value - int(folder.name[-1]) if key == "seed" else value for key, value in options.items()}
+        (folder / "training_args.json").write_text(json.dumps(own))
+    if said:
+        told = refusal(capsys, "trl", str(runs), f"out={tmp_path / 'study'}", "model=m", "task=t")
+        assert said in told and "trainer_state.json" in told
+    else:
+        assert "reward/mean" in (import_trl(runs, tmp_path / "study") / "verdict.md").read_text()
+
+
+def test_a_step_beyond_all_and_weights_that_are_none_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"out={tmp_path / 'study'}", "model=m", "task=t"]
+    runs = with_logs(tmp_path / "runs", step=10**30)
+    assert "step must be from 0 to" in refusal(capsys, "trl", str(runs), *words)
+    runs = arms(tmp_path / "weighted")
+    parts = pa.table({"step": [2, 2], "graded": [1.0, 0.0]})
+    (runs / "a-s0" / "completions").mkdir()
+    pq.write_table(parts, runs / "a-s0" / "completions" / "completions_00002.parquet")
+    (runs / "a-s0" / "training_args.json").write_text(json.dumps({"reward_weights": ["much"]}))
+    assert "reward_weights" in refusal(capsys, "trl", str(runs), *words)
+
+
+@pytest.mark.parametrize("line", [{"score": 10**400}, {"score": 1e400}, {"score": 1, "step": [2]}, {"score": "1"}])
+def test_dumps_of_verl_with_other_kinds_are_refused_or_left_out(line: dict[str, Any], tmp_path: Path) -> None:
+    for arm in "ab":
+        log = [{"step": step, "data": {"critic/score/mean": 1.0}} for step in (1, 2)]
+        tmp_path.joinpath(f"{arm}-s0.jsonl").write_text(lines_of(log))
+    folder = tmp_path / "a-s0" / "rollout"
+    folder.mkdir(parents=True)
+    (folder / "2.jsonl").write_text(lines_of([{"input": "i", "output": "o", "step": 2} | line]))
+    (folder / "\u00b2.jsonl").write_text("no dump\n")
+    if line["score"] == 1:
+        assert "other steps" in verl.read(tmp_path)[0].refused[0]
+    else:
+        with pytest.raises(ConfigError, match="needs a score"):
+            verl.read(tmp_path)
 
 
 def test_names_that_become_one_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

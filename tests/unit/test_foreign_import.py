@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -81,7 +82,7 @@ def test_runs_of_trl_get_verdicts_in_pairs(foreign: Callable[[str], Path], tmp_p
     reward = found["reward/mean"].difference
     if expected.stderr > 0:
         assert reward is not None and (reward.value, reward.low) == pytest.approx((expected.value, expected.low))
-    assert found["trl/kl"].state.untested, "of one arm alone, since beta is 0 in the other"
+    assert found["trl/kl"].state.untested == "no run of beta-0 has it"
     assert all(one.state.word in WORDS for one in found.values())
     about = json.loads((study / ABOUT).read_text())
     assert about["arms"] == {"beta-0": {"beta": 0.0}, "beta-0.04": {"beta": 0.04}} and not about["unjudged"]
@@ -116,6 +117,28 @@ def test_a_log_of_another_run_than_its_completions_is_said(foreign: Callable[[st
     assert "rerun" in unjudged["beta-0.04-s0"] and "reward" in unjudged["beta-0.04-s0"]
     found = by_metric(judge(study))["reward/mean"]
     assert found.difference is None and "single seed" in found.state.untested and "rerun" in found.state.untested
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_checkpoints_that_an_earlier_run_left_are_said(
+    last: bool, foreign: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The rerun ended at step 4 and overwrote the checkpoints up to there; of two runs no log is whole."""
+    runs = foreign("trl")
+    for name in ("beta-0-s0", "beta-0-s1"):
+        state = json.loads((runs / name / "trainer_state.json").read_text())
+        for step in (2, 4, 6):
+            (runs / name / f"checkpoint-{step}").mkdir()
+            part = [one for one in state["log_history"] if one["step"] <= step]
+            if name == "beta-0-s0" and step < 6:
+                part = [one | {"grad_norm": 0.5} for one in part]
+            (runs / name / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"log_history": part}))
+        if not last:
+            (runs / name / "trainer_state.json").unlink()
+    study = imported("trl", str(runs), f"out={tmp_path / 'study'}", *NAMED)
+    unjudged = json.loads((study / ABOUT).read_text())["unjudged"]
+    assert "checkpoint-2 has another log" in unjudged["beta-0-s0"] and "checkpoint-6" not in unjudged["beta-0-s0"]
+    assert "beta-0-s1" not in unjudged
 
 
 def test_a_run_that_stopped_early_or_has_later_steps_is_said(foreign: Callable[[str], Path], tmp_path: Path) -> None:
@@ -160,6 +183,13 @@ def test_one_seed_twice_is_no_pair(foreign: Callable[[str], Path], tmp_path: Pat
     unjudged = json.loads((study / ABOUT).read_text())["unjudged"]
     assert len(unjudged) == 2 and all("two runs" in reason for reason in unjudged.values())
     assert "single seed" in by_metric(judge(study))["reward/mean"].state.untested
+
+
+def test_one_arm_alone_is_said_and_not_compared(
+    foreign: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    imported("trl", str(foreign("trl") / "beta-0-s0"), f"out={tmp_path / 'study'}", *NAMED)
+    assert "nothing to compare with" in capsys.readouterr().out
 
 
 # --- verl ------------------------------------------------------------------------------------------------------------
@@ -247,7 +277,8 @@ def test_eight_seeds_of_trl_and_ours_have_the_intervals_of_their_page(tmp_path: 
 def test_a_margin_makes_a_small_difference_no_difference(tmp_path: Path) -> None:
     words = [word.replace("late reward:", "late_reward:") for word in WIDE]
     study = imported("csv", str(SEEDS), f"out={tmp_path / 'study'}", *words, "margin=late_reward:0.2")
-    assert "no difference beyond the margin" in (study / "verdict.md").read_text()
+    page = (study / "verdict.md").read_text()
+    assert "no difference beyond the margin" in page and "Margin of late_reward: 0.2." in page
     assert by_metric(judge(study, "TRL", {"late_reward": 0.2}))["late_reward"].state.within
     assert not by_metric(judge(study, "TRL", {"late_reward": 0.16}))["late_reward"].state.within
 
@@ -335,6 +366,7 @@ def test_words_that_are_missing_or_wrong_are_refused_in_a_sentence(
     assert "no run of verl" in refused(capsys, "verl", str(runs), out, *NAMED)
     assert "control=x" in refused(capsys, "trl", str(runs), out, *NAMED, "control=x")
     assert "METRIC:SIZE" in refused(capsys, "trl", str(runs), out, *NAMED, "margin=reward")
+    assert "there are reward/mean" in refused(capsys, "trl", str(runs), out, *NAMED, "margin=rewrd/mean:0.02")
     assert "right" in refused(capsys, "trl", str(runs), out, *NAMED, "accuracy=none")
     assert "twelve columns" in refused(capsys, "csv", str(SEEDS), out, *NAMED)
     assert "no column" in refused(capsys, "csv", str(SEEDS), out, *NAMED, "step=1", "metric=x:y:z")
@@ -410,6 +442,42 @@ def test_a_study_that_was_edited_is_refused(reported: Path, capsys: pytest.Captu
 
 def test_a_page_shows_names_and_nothing_else(reported: Path) -> None:
     assert markdown(reported, judge(reported)).count("# ") >= 3
+
+
+def test_the_page_is_enough_for_the_three_kinds_of_files(
+    foreign: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its commands as printed, in a folder that has what the page says and nothing else."""
+    page = (ROOT / "docs" / "how-to" / "import.md").read_text()
+    (claim_command,) = re.findall(r"(?m)^    qerl-bench (register .*)$", page)
+    lines = re.findall(r"(?m)^    qerl-bench (import .*)$", page)
+    assert [line.split()[1] for line in lines] == ["trl", "verl", "csv"]
+    arms = {"beta-0-": "bf16-", "beta-0.04-": "fp8-"}
+    for line in lines:
+        place = tmp_path / f"for-{line.split()[1]}"
+        place.mkdir()
+        monkeypatch.chdir(place)
+        if "csv" in line:
+            rows = [
+                f"{arm},{seed},{0.5 + 0.1 * k + 0.01 * seed * k}" for k, arm in enumerate("ab") for seed in range(3)
+            ]
+            Path("numbers.csv").write_text("\n".join(["format,seed,greedy", *rows]) + "\n")
+        else:
+            foreign(line.split()[1]).rename("my-runs")
+        for run in [*Path("my-runs").glob("beta-*")]:
+            old = next(old for old in reversed(arms) if run.name.startswith(old))
+            run.rename(run.with_name(run.name.replace(old, arms[old])))
+        if "trl" in line:
+            own = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/how-to/own-claim.md").read_text(), flags=re.DOTALL)[0]
+            Path("mine/claim").mkdir(parents=True)
+            Path("mine/claim/first_entropy.yaml").write_text(own)
+            assert main(claim_command.split()) == 0
+        assert main(line.split()) == 0 and main(["check", "my-study"]) == 0
+        verdict = Path("my-study/verdict.md").read_text()
+        assert "| eval/accuracy_greedy |" in verdict or "| reward/mean |" in verdict
+        assert ("registered on" in verdict) == ("trl" in line)
+    for word in ("higher", "lower", *(word for word in WORDS if word not in ("supported", "opposite"))):
+        assert f"*{word}*" in page, "each word of a verdict is explained"
 
 
 CONTROLS = {"trl-eight-seeds": "TRL", "verl-7519-gsm8k": "bf16", "verl-7519-dapo": "bf16"}

@@ -133,3 +133,167 @@ def test_wrong_words_are_refused_in_a_sentence(
     claim.write_text(CLAIM.replace("expected: less", "expected: much"))
     assert "expected" in refused(capsys, "register", str(claim), out, "units=4")
     assert not (tmp_path / "other").exists()
+
+
+# --- carried along ---------------------------------------------------------------------------------------------------
+
+EXAMPLE = ROOT / "community" / "example-smoke"
+
+
+def with_runs(study: Path) -> Path:
+    """A registered study whose runs are those of the example."""
+    for file in ("settings.json", "tidy.parquet", "answers.parquet"):
+        shutil.copy(EXAMPLE / file, study / file)
+    record = json.loads((study / REGISTERED).read_text())
+    record.pop("seal")
+    made = Registration(**record | {"date": "2026-01-01"} | {key: tuple(record[key]) for key in ("contrasts", "looks")})
+    (study / REGISTERED).write_text(json.dumps(record | {"date": made.date, "seal": made.seal}))
+    return study
+
+
+CHANGES = {
+    "the claim": ("claim/first_entropy.yaml", "margin: 1.02", "margin: 1.03", "changed after it was registered"),
+    "what it takes values from": (
+        "claim/shared/learning.yaml",
+        "from: 40",
+        "from: 30",
+        "changed after it was registered",
+    ),
+    "the record": (REGISTERED, '"2.0 %"', '"9.0 %"', "seal is of other content"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_published_copy_has_the_registration_and_is_refused_if_that_changed(
+    what: str, study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "published"
+    assert main(["publish", str(with_runs(study)), f"out={out}", "mixed_code=true"]) == 0
+    made = read_registration(study)
+    assert read_registration(out) == made and (made.margin, made.units, made.looks) == ("2.0 %", 3, (2, 3))
+    assert made.seal[:16] in (out / "README.md").read_text() and made.seal[:16] in check_study(out)
+    name, old, new, said = CHANGES[what]
+    text = (out / name).read_text()
+    assert text.count(old) >= 1
+    (out / name).write_text(text.replace(old, new, 1))
+    assert said in refused(capsys, "check", str(out))
+
+
+def test_a_published_copy_without_its_registration_or_with_another_is_refused(
+    study: Path, claim: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "published"
+    assert main(["publish", str(with_runs(study)), f"out={out}", "mixed_code=true"]) == 0
+    kept = (out / REGISTERED).read_text()
+    (out / REGISTERED).unlink()
+    assert REGISTERED in refused(capsys, "check", str(out))
+    (out / REGISTERED).write_text(kept)
+    claim.write_text(CLAIM.replace("margin: 1.02", "margin: 1.5"))
+    assert main(["register", str(claim), f"out={tmp_path / 'later'}", "units=3"]) == 0
+    shutil.copytree(with_runs(tmp_path / "later") / "claim", out / "claim", dirs_exist_ok=True)
+    shutil.copy(tmp_path / "later" / REGISTERED, out / REGISTERED)
+    assert "SHA-256" in refused(capsys, "check", str(out)), "sealed in itself, and another than was published"
+
+
+def test_nothing_is_published_of_a_claim_that_changed(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = with_runs(study) / "claim" / "first_entropy.yaml"
+    file.write_text(file.read_text().replace("margin: 1.02", "margin: 1.03"))
+    said = refused(capsys, "publish", str(study), f"out={tmp_path / 'published'}", "mixed_code=true")
+    assert "changed after it was registered" in said and not (tmp_path / "published").exists()
+
+
+def trl_runs(root: Path) -> Path:
+    for place, arm in enumerate(("bf16", "fp8")):
+        for seed in range(3):
+            folder = root / f"{arm}-s{seed}"
+            folder.mkdir(parents=True)
+            history = [{"step": step, "reward": 0.1 * seed + 0.2 * place + 0.01 * step * seed} for step in (1, 2)]
+            (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    return root
+
+
+@pytest.mark.parametrize("place", ["study", "runs"])
+def test_an_import_carries_the_registration_from_its_study_or_from_the_runs(
+    place: str, study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if place == "runs":
+        study = study.rename(tmp_path / "runs")
+    (study / "claim" / "another.yaml").write_text("title: mine\n")
+    made, runs, out = read_registration(study), trl_runs(tmp_path / "runs"), tmp_path / "study"
+    words = ["import", "trl", str(runs), f"out={out}", "model=m", "task=t"]
+    assert main(words) == 0
+    assert read_registration(out) == made and made.seal[:16] in capsys.readouterr().out
+    assert made.seal[:16] in (out / "verdict.md").read_text()
+    told = check_study(out)
+    assert "6 runs of 2 arms, reported; registered on" in told and "3 of 3 units, look at 3 reached" in told
+    assert "when 6 runs began is not known" in told
+    assert (study / "claim" / "another.yaml").is_file(), "what else lies in the folder stays"
+    file = out / "claim" / "first_entropy.yaml"
+    file.write_text(file.read_text().replace("expected: less", "expected: more"))
+    assert "changed after it was registered" in refused(capsys, "check", str(out))
+
+
+def test_an_import_beside_a_claim_that_changed_or_with_two_is_refused(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = trl_runs(tmp_path / "runs")
+    words = ["import", "trl", str(runs), f"out={study}", "model=m", "task=t"]
+    shutil.copytree(study / "claim", runs / "claim")
+    record = json.loads((study / REGISTERED).read_text())
+    record.pop("seal")
+    other = Registration(**record | {"units": 4} | {key: tuple(record[key]) for key in ("contrasts", "looks")})
+    (runs / REGISTERED).write_text(json.dumps(record | {"units": 4, "seal": other.seal}))
+    assert "two claims" in refused(capsys, *words)
+    (runs / REGISTERED).unlink()
+    file = study / "claim" / "first_entropy.yaml"
+    file.write_text(file.read_text().replace("margin: 1.02", "margin: 1.03"))
+    assert "changed after it was registered" in refused(capsys, *words)
+    assert {path.name for path in study.iterdir()} == {"claim", REGISTERED}
+
+
+def test_a_registration_of_somebody_unfolds_nothing_and_leads_nowhere(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = trl_runs(tmp_path / "runs")
+    shutil.copytree(study, runs, dirs_exist_ok=True)
+    words = ["import", "trl", str(runs), f"out={tmp_path / 'out'}", "model=m", "task=t"]
+    file = runs / "claim" / "first_entropy.yaml"
+    file.write_text("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n")
+    assert "alias" in refused(capsys, *words)
+    file.unlink()
+    (tmp_path / "secret.yaml").write_text(CLAIM)
+    file.symlink_to(tmp_path / "secret.yaml")
+    assert "outside" in refused(capsys, *words)
+    file.unlink()
+    (tmp_path / "secret.yaml").write_text("a: 1\n")
+    file.write_text(CLAIM.replace("shared/learning", "../../secret"))
+    assert "changed after it was registered" in refused(capsys, *words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_claim_takes_values_from_files_of_ones_own_which_are_kept(claim: Path, tmp_path: Path) -> None:
+    (claim.parent / "usual.yaml").write_text("defaults: [shared/learning]\nfamily: mine\n")
+    claim.write_text(CLAIM.replace("[shared/learning]", "[usual]").replace("family: mine ", "# "))
+    assert main(["register", str(claim), f"out={tmp_path / 'study'}", "units=3"]) == 0
+    shutil.rmtree(claim.parent)
+    assert "no runs yet" in check_study(tmp_path / "study")
+    file = tmp_path / "study" / "claim" / "usual.yaml"
+    file.write_text(file.read_text().replace("mine", "yours"))
+    with pytest.raises(ConfigError, match="changed after it was registered"):
+        check_study(tmp_path / "study")
+    file.unlink()
+    with pytest.raises(ConfigError, match="missing"):
+        check_study(tmp_path / "study")
+
+
+def test_a_copy_of_a_claim_of_ours_is_what_is_checked_and_not_ours(tmp_path: Path) -> None:
+    ours = ROOT / "conf" / "claim" / "jet-rl.yaml"
+    assert main(["register", str(ours), f"out={tmp_path / 'study'}", "units=3"]) == 0
+    copy = tmp_path / "study" / "claim" / "jet-rl.yaml"
+    assert copy.read_text() == ours.read_text()
+    copy.write_text(copy.read_text() + "\nmargin: 7\n" if "margin" not in copy.read_text() else re.sub(
+        r"(?m)^margin: \S+", "margin: 7", copy.read_text()))  # fmt: skip
+    with pytest.raises(ConfigError, match="changed after it was registered"):
+        check_study(tmp_path / "study")

@@ -63,6 +63,29 @@ def test_ours_with_the_options_of_a_peer_is_the_peer(bench: Any, found: Any, pee
     assert ours.tokens == theirs.tokens
 
 
+@pytest.mark.parametrize("setting", ["GRPO", "Dr. GRPO"])
+def test_what_is_written_under_a_name_of_trl_is_what_trl_logs(bench: Any, found: Any, setting: str) -> None:
+    from qerl_bench.config import compose
+    from qerl_core.options.fingerprint import as_dict
+    from qerl_studies.foreign.trl_names import trl_names
+
+    words = bench.SETTINGS[setting].ours
+    name, theirs = trl_names(as_dict(compose([*words]))), found.peer("TRL", setting).logged
+    ours = {name(one): value for one, value in found.of_ours(words).logged.items()}
+    common = ours.keys() & theirs.keys()
+    expected = {
+        "reward",
+        "reward_std",
+        "frac_reward_zero_std",
+        "entropy",
+        "clip_ratio/low_mean",
+        "clip_ratio/high_mean",
+    }
+    expected |= {"completions/mean_length", "completions/clipped_ratio"} | ({"kl"} if setting == "GRPO" else set())
+    assert common == expected
+    assert {key: ours[key] for key in common} == pytest.approx({key: theirs[key] for key in common}, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("peer", "setting", "word"),
     [

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import platform
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from qerl_core.checks import ConfigError
 from qerl_core.rundir.durable import write_atomically
 
 log = logging.getLogger(__name__)
+NAMES = ("trl",)  # those of others that a mirror can write
 IDS = "mirror.json"  # in the run's folder: the id of its record at each service
 
 
@@ -41,8 +43,11 @@ class ServiceMirror(MetricsMirror):
     keeps: all local `records` are sent again at the start, and `send` leaves out those that the service has.
     """
 
+    trl_prefix = "train/"  # with names=trl, as transformers' loggers of services write TRL's
+
     def __init__(self, spec: LoggerSpec, run_dir: Path, records: list[dict[str, Any]], config: dict[str, Any]) -> None:
         self.name, self.run = f"logger={spec.name}", None
+        self.named = naming(getattr(spec, "names", None), config, self.trl_prefix)
         try:
             self.run = self.begin(spec, run_dir, kept_id(run_dir, spec.name, records), config)
         except ConfigError:
@@ -69,7 +74,7 @@ class ServiceMirror(MetricsMirror):
         if self.run is None:
             return
         try:
-            self.send(self.run, kind, step, metrics)
+            self.send(self.run, kind, step, {self.named(name): value for name, value in metrics.items()})
         except Exception as error:  # as above
             log.warning("%s failed at step %d and is off from here on: %s", self.name, step, error)
             self.run = None
@@ -98,6 +103,15 @@ class LoggerSpec(Protocol):
         `records` are the lines of metrics.jsonl so far, not empty after a resume; `config` is the resolved config.
         """
         ...
+
+
+def naming(names: str | None, config: Mapping[str, Any], prefix: str) -> Callable[[str], str]:
+    """What turns the name of a metric into that of a mirror: its own, or with `names` trl TRL's with this prefix."""
+    if names is None:
+        return str
+    from qerl_studies.foreign.trl_names import trl_names
+
+    return trl_names(config, prefix)
 
 
 def group_of(config: dict[str, Any]) -> str:

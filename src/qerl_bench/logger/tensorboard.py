@@ -14,8 +14,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from qerl_bench.logger.base import MetricsMirror, ServiceMirror
-from qerl_core.checks import require_package
+from qerl_bench.logger.base import NAMES, MetricsMirror, ServiceMirror
+from qerl_core.checks import check_fields, one_of, optional, require_package
 
 FOLDER = "tensorboard"  # in the run's
 FLUSH_S = 10  # seconds until a step can be seen
@@ -23,9 +23,13 @@ FLUSH_S = 10  # seconds until a step can be seen
 
 @dataclass(frozen=True, kw_only=True)
 class TensorBoard:
-    """Event files with the names of metrics.jsonl, and the config as text."""
+    """Event files with the metrics of metrics.jsonl, and the config as text."""
 
     name: str
+    names: str | None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "logger", names=optional(one_of(*NAMES)))
 
     def check(self) -> None:
         require_package("tensorboard", "logger=tensorboard", "tensorboard")

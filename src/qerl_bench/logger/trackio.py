@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qerl_bench.logger.base import MetricsMirror, ServiceMirror, group_of, keep_id
-from qerl_core.checks import check_fields, require_package, text
+from qerl_bench.logger.base import NAMES, MetricsMirror, ServiceMirror, group_of, keep_id
+from qerl_core.checks import check_fields, one_of, optional, require_package, text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +20,10 @@ class Trackio:
 
     name: str
     project: str
+    names: str | None
 
     def __post_init__(self) -> None:
-        check_fields(self, "logger", project=text)
+        check_fields(self, "logger", project=text, names=optional(one_of(*NAMES)))
 
     def check(self) -> None:
         require_package("trackio", "logger=trackio", "trackio")
@@ -63,4 +64,5 @@ class TrackioMirror(ServiceMirror):
 
 
 def _kind(row: dict[str, Any]) -> str:
-    return next((kind for kind in ("eval", "validation") if any(key.startswith(f"{kind}/") for key in row)), "train")
+    begins = {kind: (f"{kind}/", f"qerl_{kind}_") for kind in ("eval", "validation")}  # the second with names=trl
+    return next((kind for kind, starts in begins.items() if any(key.startswith(starts) for key in row)), "train")

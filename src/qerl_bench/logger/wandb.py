@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from qerl_bench.logger.base import MetricsMirror, ServiceMirror, group_of, keep_id, tags_of
+from qerl_bench.logger.base import NAMES, MetricsMirror, ServiceMirror, group_of, keep_id, tags_of
 from qerl_core.checks import ConfigError, check_fields, one_of, optional, require_package, text
 
 log = logging.getLogger(__name__)
@@ -35,9 +35,17 @@ class WandB:
     project: str
     entity: str | None
     mode: str | None
+    names: str | None
 
     def __post_init__(self) -> None:
-        check_fields(self, "logger", project=text, entity=optional(text), mode=optional(one_of(*MODES)))
+        check_fields(
+            self,
+            "logger",
+            project=text,
+            entity=optional(text),
+            mode=optional(one_of(*MODES)),
+            names=optional(one_of(*NAMES)),
+        )
 
     def check(self) -> None:
         """Raise ConfigError without the package, and without a login that W&B accepts if the mode needs one."""

@@ -152,14 +152,20 @@ def load_option(folders: Sequence[Path], group: str, option: str) -> Any:
 
 
 def layers(folders: Sequence[Path], group: str, option: str) -> list[dict[str, Any]]:
-    """What these files hold, the option's own last."""
+    """What the files of an option hold, its own last."""
+    files = layer_files(folders, group, option)
+    return [{key: part for key, part in _read(file).items() if key != "defaults"} for file in files]
+
+
+def layer_files(folders: Sequence[Path], group: str, option: str) -> list[Path]:
+    """The files from which an option takes its values, its own last."""
     file = find_option(folders, group, option)
     node = _read(file)
     require(isinstance(node, dict), f"{file} must have lines KEY: VALUE, got {node!r}")
     place = option.rpartition("/")[0]
     named = [name for name in node.get("defaults", []) if isinstance(name, str) and name != "_self_"]
-    bases = [layer for name in named for layer in layers(folders, group, f"{place}/{name}".lstrip("/"))]
-    return [*bases, {key: part for key, part in node.items() if key != "defaults"}]
+    bases = [base for name in named for base in layer_files(folders, group, f"{place}/{name}".lstrip("/"))]
+    return [*bases, file]
 
 
 def _name_of(option: str) -> str:

@@ -19,6 +19,8 @@ from qerl_core.rundir.read_files import read_config, read_object
 from qerl_core.rundir.recorded_types import RESULT, require_environment, require_kinds
 from qerl_core.rundir.run_checks import check_records, saved
 
+LATER_WITHOUT_EFFECT = {"eval": {"every": 0, "every_questions": 1}, "logger": {"names": None}}  # keys by group
+
 
 def stored_config(run_dir: Path) -> DictConfig:
     """The config of a finished run, with the root it has now. Raises ConfigError if there is no finished run."""
@@ -56,7 +58,7 @@ def with_later_keys(config: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(part, dict):
             return part
         known = keys_of(part.get("_target_", ""))
-        later = added_later(group) | ({"every": 0, "every_questions": 1} if group == "eval" else {})
+        later = added_later(group) | LATER_WITHOUT_EFFECT.get(group, {})
         return {key: value for key, value in later.items() if key in known} | part
 
     checkpoints = {"_target_": "qerl_bench.train.spec.CheckpointSpec", "keep": None}

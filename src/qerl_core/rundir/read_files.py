@@ -56,6 +56,21 @@ def read_config(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in config.items()}
 
 
+def read_yaml(path: Path) -> Any:
+    """What a YAML file of somebody holds, as plain values. Raises ConfigError for none, a large one, and for an alias,
+    which may unfold without end."""
+    require(path.stat().st_size <= MAX_BYTES, f"{path} has more than {MAX_BYTES // 2**20} MiB: leave it out")
+    try:
+        text = path.read_text(encoding="utf-8")
+        aliased = "*" in text and any(
+            isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.CSafeLoader)
+        )
+        require(not aliased, f"{path} has an alias (*name), which may unfold without end: leave it out")
+        return yaml.load(text, yaml.CSafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not YAML ({' '.join(str(error).split())[:200]})") from error
+
+
 @lru_cache(maxsize=1024)
 def _as_json(text: str) -> str:
     """The YAML `text` as JSON, which has no dates, sets and what refers to itself.

@@ -1,6 +1,6 @@
 """A claim that was fixed before its data: a copy of its file, what was promised, the day, and a hash of all that.
 
-    STUDY/claim/NAME.yaml     the claim
+    STUDY/claim/NAME.yaml     the claim; beside it copies of the files that it takes values from
     STUDY/registered.json     measure, margin, contrasts, units and looks, the day, the hash of the claim, and the seal
 
 The seal is a hash of the rest of registered.json. Whoever changes a file and its seal alike is found only by a copy of
@@ -13,15 +13,15 @@ import datetime
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from qerl_core.checks import require
-from qerl_core.options.names import layers
+from qerl_core.checks import ConfigError, require
+from qerl_core.options.names import layer_files, layers
 from qerl_core.process.installation import CONF_DIR
-from qerl_core.rundir.read_files import read_object
+from qerl_core.rundir.read_files import read_object, read_yaml
 from qerl_studies.claims.read import GROUP, read_claim
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.parse import first_names
@@ -58,8 +58,12 @@ def _hash(content: Any) -> str:
 
 
 def content_hash(file: Path) -> str:
-    """Of what a claim says, with the values that it takes from others: comments and the order of keys do not count."""
-    return _hash(layers([CONF_DIR, file.parent.parent], GROUP, file.stem))
+    """Of what a claim says, with the values that it takes from others: comments and the order of keys do not count.
+    Raises ConfigError for a file that is missing."""
+    try:
+        return _hash(layers(_folders(file), GROUP, file.stem))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{file}: defaults names {error.filename}, which is missing. {REMEDY}") from error
 
 
 def register(file: Path, units: int, looks: Sequence[int], out: Path) -> Registration:
@@ -82,7 +86,7 @@ def register(file: Path, units: int, looks: Sequence[int], out: Path) -> Registr
         not held,
         f"{out} has {' and '.join(held)} already: a claim is registered before its runs, in a folder without any",
     )
-    claim = read_claim([CONF_DIR, file.parent.parent], file.stem)
+    claim = read_claim(_folders(file), file.stem)
     made = Registration(
         file.stem,
         claim.title,
@@ -95,12 +99,66 @@ def register(file: Path, units: int, looks: Sequence[int], out: Path) -> Registr
         tuple(looks),
         datetime.datetime.now(datetime.UTC).date().isoformat(),
     )
-    (out / GROUP).mkdir(parents=True, exist_ok=True)
-    copy = out / GROUP / file.name
-    if copy.resolve() != file.resolve():
-        shutil.copyfile(file, copy)
+    _copy(files_of(file), out)
     (out / REGISTERED).write_text(json.dumps(asdict(made) | {"seal": made.seal}, indent=1) + "\n")
     return made
+
+
+def files_of(file: Path) -> dict[str, Path]:
+    """The file of a claim, and those that it takes values from, by their places in a folder of options: what lies
+    beside it goes before what is in conf/, which later versions may change. Raises ConfigError for one elsewhere."""
+    folders = _folders(file)
+    found: dict[str, Path] = {}
+    for one in layer_files(folders, GROUP, file.stem):
+        roots = [folder for folder in folders if one.resolve().is_relative_to((folder / GROUP).resolve())]
+        require(bool(roots), f"{file}: its defaults lead to {one}, outside of {file.parent}")
+        found[one.resolve().relative_to(roots[0].resolve()).as_posix()] = one
+    return found
+
+
+def _folders(file: Path) -> list[Path]:
+    return [file.parent.parent, CONF_DIR]
+
+
+def _copy(files: Mapping[str, Path], out: Path) -> None:
+    for name, file in files.items():
+        copy = out / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if copy.resolve() != file.resolve():
+            shutil.copyfile(file, copy)
+
+
+def carry(source: Path, out: Path) -> None:
+    """Copy a registration with its claim from one folder of a study to another, if it has one: as it was sealed, for
+    `check_registration` of `out`. Raises ConfigError for one that is damaged, and if `out` has another."""
+    if not (source / REGISTERED).is_file():
+        return
+    made = read_registration(source)
+    known = read_registration(out) if (out / REGISTERED).is_file() else made
+    require(known == made, f"{out / REGISTERED} and {source / REGISTERED} are of two claims: leave one out")
+    _copy(files_of(claim_file(source, made)) | {REGISTERED: source / REGISTERED}, out)
+
+
+def claim_file(folder: Path, made: Registration) -> Path:
+    """The file of a registered claim. Raises ConfigError if it is not there or has another content; the folder may come
+    from anybody."""
+    file = folder / GROUP / f"{made.claim}.yaml"
+    require(
+        file.parent.parent == folder and file.is_file(), f"{file} is missing, which {REGISTERED} is about. {REMEDY}"
+    )
+    for one in sorted((folder / GROUP).rglob("*.yaml")):
+        require(one.resolve().is_relative_to(folder.resolve()), f"{one} is a link to a place outside of {folder}")
+        read_yaml(one)
+    require(content_hash(file) == made.sha256, f"{file} was changed after it was registered on {made.date}. {REMEDY}")
+    return file
+
+
+def registered_files(folder: Path) -> list[str]:
+    """The names of the files of a registration within `folder`; none without one."""
+    if not (folder / REGISTERED).is_file():
+        return []
+    named = files_of(claim_file(folder, read_registration(folder)))
+    return [REGISTERED, *(name for name in named if (folder / name).is_file())]
 
 
 def read_registration(folder: Path) -> Registration:
@@ -124,11 +182,7 @@ def check_registration(folder: Path, runs: Sequence[Run]) -> str:
     """What was registered, in words, with its seal. Raises ConfigError if the claim beside it has another content, or
     if a run began before the day."""
     made = read_registration(folder)
-    file = folder / GROUP / f"{made.claim}.yaml"
-    require(
-        file.parent.parent == folder and file.is_file(), f"{file} is missing, which {REGISTERED} is about. {REMEDY}"
-    )
-    require(content_hash(file) == made.sha256, f"{file} was changed after it was registered on {made.date}. {REMEDY}")
+    claim_file(folder, made)
     day = datetime.datetime.fromisoformat(made.date).replace(tzinfo=datetime.UTC).timestamp()
     early = sorted(run.name for run in runs if run.done.get("started", day) < day)
     require(not early, f"{first_names(early)} began before {made.date}, the day of registration")

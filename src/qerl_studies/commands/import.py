@@ -19,12 +19,14 @@ from tempfile import TemporaryDirectory
 
 from qerl_core.checks import require
 from qerl_core.process.arguments import KeyValueParser, output_folder, printable
+from qerl_studies.claims.registration import GROUP, REGISTERED, carry, check_registration, registered_files
 from qerl_studies.foreign import table, trl, verl
 from qerl_studies.foreign.definitions import UNREAD
 from qerl_studies.foreign.gather import study_of
-from qerl_studies.foreign.verdict import judge, markdown
+from qerl_studies.foreign.verdict import NOTHING, judge, markdown, shown
 from qerl_studies.runs.committed import read_study
-from qerl_studies.runs.reported import About, Row, write
+from qerl_studies.runs.comparable import load_runs
+from qerl_studies.runs.reported import ABOUT, REPORTED, About, Row, write
 
 PROGRAMS = ("trl", "verl", "csv")
 NAMES = {"trl": "TRL", "verl": "verl", "csv": "a program that is not named"}
@@ -53,7 +55,9 @@ def main(words: list[str]) -> None:
     parser.add_argument("--step", type=int, help="csv: the step after which the numbers of `metric` are")
     given = parser.parse_args(words)
     out: Path = given.out
-    require(not out.exists() or not any(out.iterdir()), f"{out} is there already: name a new folder, or delete it")
+    held = {path.name for path in out.iterdir()} if out.exists() else set()
+    free = not held or held == {REGISTERED, GROUP}
+    require(free, f"{out} is there already: name a new folder, or delete it; only a registered claim may be in it")
     require(given.place.exists(), f"{given.place} is not there: give the folder or file that the runs are in")
     margins = dict(_margin(text) for text in given.margin)
     rows, about = _read(given, out.resolve().name)
@@ -61,18 +65,33 @@ def main(words: list[str]) -> None:
     with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as place:
         folder = Path(place, out.name)
         write(folder, rows, about)
+        for source in (out, given.place if given.place.is_dir() else given.place.parent):
+            carry(source, folder)
         runs = read_study(folder).runs
+        registered = check_registration(folder, load_runs([folder])) if registered_files(folder) else ""
         judged = judge(folder, given.control, margins)
-        (folder / PAGE).write_text(markdown(folder, judged))
-        if out.exists():
-            out.rmdir()
-        folder.rename(out)
+        unknown = margins.keys() - {one.metric for one in judged}
+        names = ", ".join(printable(one.metric) for one in judged if one.state.untested != UNREAD)
+        require(
+            not unknown, f"margin={min(unknown, default='')}: no number of these runs is called so; there are {names}"
+        )
+        told = [f"Margin of {shown(metric)}: {size:g}." for metric, size in margins.items()]
+        told += [f"A claim was {shown(registered)}."] if registered else []
+        promised = "".join(f"\n{line}\n" for line in ("## What was said beforehand", *told)) if told else ""
+        (folder / PAGE).write_text(markdown(folder, judged) + promised)
+        if held:  # its claims stay as they are
+            for name in (REPORTED, ABOUT, PAGE):
+                (folder / name).rename(out / name)
+        else:
+            folder.replace(out)
     print(f"{out}: {len(runs)} runs reported with {printable(about.tool)}, {len(rows):,} numbers\n")
+    if not judged:
+        print(NOTHING[False])
     for one in [one for one in judged if one.state.untested != UNREAD]:
         value = f"{one.difference.value:+.4g} {one.interval}" if one.difference else ""
         why = f" ({one.state.untested})" if one.state.untested else ""
         print(printable(f"{one.first} - {one.second}  {one.metric}  {value}  {one.state.of_pair}{why}"))
-    print(f"\n{out / PAGE}")
+    print(f"\n{printable(registered)}\n{out / PAGE}" if registered else f"\n{out / PAGE}")
 
 
 def _read(given: Namespace, name: str) -> tuple[list[Row], About]:

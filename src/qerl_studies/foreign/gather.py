@@ -17,7 +17,7 @@ from qerl_core.checks import require
 from qerl_core.options.fingerprint import flat
 from qerl_studies.foreign.definitions import definition_of
 from qerl_studies.runs.private import Private
-from qerl_studies.runs.reported import MAX_TEXT, About, Row
+from qerl_studies.runs.reported import LARGEST, MAX_TEXT, About, Row
 from qerl_studies.runs.reported_runs import run_name
 
 MOST_RUNS = 3_000
@@ -45,7 +45,7 @@ class ForeignRun:
     @property
     def arm(self) -> str:
         found = SEED.match(self.name)
-        return (found["arm"] if found and found["arm"] else self.name)[:MAX_TEXT]
+        return found["arm"] if found and found["arm"] else self.name
 
 
 def named_seed(name: str) -> int | None:
@@ -163,10 +163,9 @@ def flat_options(content: Any) -> dict[str, Any]:
 
 
 def numbers_of(entry: Mapping[str, Any]) -> dict[str, float]:
-    """What of an entry of a log is a number; NaN for null and for what is not finite."""
-    found = {}
-    for key, value in entry.items():
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-            number = math.nan if value is None else float(value)
-            found[str(key)[:MAX_TEXT]] = number if math.isfinite(number) else math.nan
-    return found
+    """What of an entry of a log is a number; NaN for null and for what is not finite, or larger than LARGEST."""
+    return {
+        str(key): float(value) if value is not None and -LARGEST <= value <= LARGEST else math.nan
+        for key, value in entry.items()
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    }

@@ -22,7 +22,7 @@ from qerl_core.checks import ConfigError, require
 from qerl_studies.foreign.files import inside, read_json
 from qerl_studies.foreign.formulas import of_completions
 from qerl_studies.foreign.gather import ForeignRun, check_against, check_order, named_seed, numbers_of
-from qerl_studies.runs.reported import check_size
+from qerl_studies.runs.reported import LARGEST, check_size
 
 STATE, ARGS = "trainer_state.json", "training_args.json"
 LOGS = ("log.json", "log_history.json")
@@ -54,9 +54,14 @@ def _log_file(folder: Path) -> Path | None:
     plain = [folder / name for name in (STATE, *LOGS) if (folder / name).is_file()]
     if plain:
         return plain[0]
-    found = [(int(match[1]), path / STATE) for path in folder.iterdir() if (match := CHECKPOINT.fullmatch(path.name))]
-    saved = [(step, path) for step, path in found if path.is_file()]
-    return max(saved)[1] if saved else None
+    saved = _checkpoints(folder)
+    return saved[max(saved)] if saved else None
+
+
+def _checkpoints(folder: Path) -> dict[int, Path]:
+    """The states of checkpoints by their step."""
+    found = {int(match[1]): path / STATE for path in folder.iterdir() if (match := CHECKPOINT.fullmatch(path.name))}
+    return {step: path for step, path in found.items() if path.is_file()}
 
 
 def _run(root: Path, folder: Path, accuracy: str | None) -> ForeignRun:
@@ -64,11 +69,7 @@ def _run(root: Path, folder: Path, accuracy: str | None) -> ForeignRun:
     assert file is not None
     inside(root, file, refuse=True)
     content = read_json(file)
-    history = (
-        content if isinstance(content, list) else content.get("log_history") if isinstance(content, dict) else None
-    )
-    require(isinstance(history, list), f"{file} has no log_history: it is no state of TRL's Trainer")
-    assert isinstance(history, list)
+    history = _history(content, file)
     name = folder.relative_to(root).as_posix() if folder != root else root.resolve().name
     args = read_json(folder / ARGS) if (folder / ARGS).is_file() and inside(root, folder / ARGS) else {}
     require(isinstance(args, dict), f"{folder / ARGS} must hold one JSON object")
@@ -76,14 +77,24 @@ def _run(root: Path, folder: Path, accuracy: str | None) -> ForeignRun:
     run.seed = args["seed"] if type(args.get("seed")) is int else named_seed(name)
     if run.seed != (named := named_seed(name)) and named is not None:
         run.refused.append(f"it is called seed {named}, and its {ARGS} says seed {run.seed}")
-    run.logged = _logged(run, history, str(file))
+    run.logged, trained = _logged(history, str(file))
+    check_order(run, trained)
     _check_end(run, content)
+    _check_checkpoints(root, folder, run)
     _completions(root, folder, run, accuracy)
     return run
 
 
-def _logged(run: ForeignRun, history: Sequence[Any], where: str) -> dict[int, dict[str, float]]:
-    """Numbers by step. The last entry of a log, about the whole training, has its own keys and joins the last step."""
+def _history(content: Any, file: Path) -> list[Any]:
+    found = content if isinstance(content, list) else content.get("log_history") if isinstance(content, dict) else None
+    require(isinstance(found, list), f"{file} has no log_history: it is no state of TRL's Trainer")
+    assert isinstance(found, list)
+    return found
+
+
+def _logged(history: Sequence[Any], where: str) -> tuple[dict[int, dict[str, float]], list[int]]:
+    """Numbers by step, and the steps that have a reward, in their order. The last entry of a log, about the whole
+    training, has its own keys and joins the last step."""
     found: dict[int, dict[str, float]] = {}
     trained = []
     for place, entry in enumerate(history):
@@ -94,8 +105,17 @@ def _logged(run: ForeignRun, history: Sequence[Any], where: str) -> dict[int, di
         if "reward" in numbers:
             trained.append(step)
         found[step] = numbers | found.get(step, {})
-    check_order(run, trained)
-    return found
+    return found, trained
+
+
+def _check_checkpoints(root: Path, folder: Path, run: ForeignRun) -> None:
+    """Refuse a run one of whose checkpoints has another log up to its step: a rerun overwrites some of them."""
+    for step, file in sorted(_checkpoints(folder).items()):
+        if inside(root, file):
+            kept, _ = _logged(_history(read_json(file), file), str(file))
+            own = {at: {key: run.logged.get(at, {}).get(key) for key in numbers} for at, numbers in kept.items()}
+            if repr(own) != repr(kept):  # NaN is NaN there
+                run.refused.append(f"checkpoint-{step} has another log than it up to that step: a rerun?")
 
 
 def _check_end(run: ForeignRun, content: Any) -> None:
@@ -104,7 +124,7 @@ def _check_end(run: ForeignRun, content: Any) -> None:
     if type(planned) is int and planned > last:
         run.refused.append(f"it stopped at step {last} of {planned}")
     every = run.options.get("logging_steps")
-    if isinstance(every, int | float) and every > 1:
+    if isinstance(every, int | float) and 1 < every <= LARGEST:
         run.notes.append(f"logging_steps={every:g}: a number stands for the mean of so many steps")
 
 
@@ -156,4 +176,7 @@ def _is_number(kind: pa.DataType) -> bool:
 
 def _weight(options: Mapping[str, Any], place: int) -> float:
     weights = options.get("reward_weights")
-    return float(weights[place]) if isinstance(weights, list) and place < len(weights) else 1.0
+    weight = weights[place] if isinstance(weights, list) and place < len(weights) else 1.0
+    known = isinstance(weight, int | float) and abs(weight) <= LARGEST
+    require(known, f"{ARGS}: reward_weights must be numbers, got {str(weight)[:80]!r}: leave the run out")
+    return float(weight)

@@ -105,8 +105,10 @@ def _judged(
     known = [[run for run in arms[arm] if run.records(kind, metric)] for arm in (first, second)]
     one, other = ({run.cell: run for run in runs if run.finished} for runs in known)
     common = sorted(one.keys() & other.keys())
-    reason = why_not([one, other], common, kind, metric)
-    if reason:
+    without = [arm for arm, runs in zip((first, second), known, strict=True) if not runs]
+    lacking = [arm for arm in without if any(run.finished for run in arms[arm])]
+    reason = f"no run of {lacking[0]} has it" if lacking else why_not([one, other], common, kind, metric)
+    if reason and not lacking:
         left_out = [about.unjudged.get(run.name, NO_SEED) for runs in known for run in runs if not run.finished]
         ends = [{run.last_step for run in runs} for runs in known]
         apart = [f"of other steps ({min(ends[0])} and {min(ends[1])})"] if all(ends) and ends[0] != ends[1] else []

@@ -11,19 +11,18 @@ verl has several seeds (data, sampling, loader) and no one seed of a run, so the
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from qerl_core.checks import ConfigError, require
+from qerl_core.rundir.read_files import read_yaml
 from qerl_studies.foreign.files import inside, read_json, read_lines
 from qerl_studies.foreign.formulas import of_completions
 from qerl_studies.foreign.gather import ForeignRun, check_against, check_order, flat_options, named_seed, numbers_of
-from qerl_studies.runs.reported import check_size
+from qerl_studies.runs.reported import LARGEST
 
 SCORE = "critic/score/mean"
 MODES = ("greedy", "sampled")
@@ -88,35 +87,23 @@ def _options(root: Path, file: Path) -> dict[str, Any]:
     found = next((place for place in places if place.is_file() and inside(root, place)), None)
     if found is None:
         return {}
-    check_size(found)
-    if found.suffix == ".json":
-        return flat_options(read_json(found))
-    try:
-        text = found.read_text(encoding="utf-8")
-        aliased = "*" in text and any(
-            isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.CSafeLoader)
-        )
-        require(not aliased, f"{found} has an alias (*name), which may unfold without end: leave the run out")
-        return flat_options(yaml.load(text, yaml.CSafeLoader))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{found} is not YAML ({' '.join(str(error).split())[:200]})") from error
+    return flat_options(read_json(found) if found.suffix == ".json" else read_yaml(found))
 
 
 def _dumps(root: Path, folder: Path, run: ForeignRun) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """The completions of each step, as verl wrote them. Raises ConfigError for a file that is no dump."""
     for file in sorted(folder.glob("*.jsonl"), key=lambda one: one.name.zfill(20)):
-        if file.stem.isdigit() and inside(root, file):
+        if file.stem.isdecimal() and inside(root, file):
             lines = [line for _, line in read_lines(file)]
             right = all(isinstance(one, dict) and _is_score(one.get("score")) for one in lines)
             require(right and bool(lines), f"{file} is no dump of verl's generations: each line needs a score")
-            steps = {one.get("step") for one in lines}
-            if steps != {int(file.stem)}:
+            if any(one.get("step") != int(file.stem) for one in lines):
                 run.refused.append(f"{folder.name}/{file.name} has completions of other steps: a rerun?")
             yield int(file.stem), lines
 
 
 def _is_score(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and -LARGEST <= value <= LARGEST
 
 
 def _validation(root: Path, folder: Path, run: ForeignRun, answers: str | None) -> None:

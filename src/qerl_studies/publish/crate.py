@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_core import __version__
+from qerl_studies.claims.registration import registered_files
 from qerl_studies.publish.croissant import CROISSANT, FORMATS, license_address
 from qerl_studies.publish.description import Description
 from qerl_studies.publish.folder import HOMEPAGE
@@ -16,7 +17,8 @@ ALL_FORMATS = FORMATS | {CROISSANT: "application/ld+json", "README.md": "text/ma
 
 def crate(described: Description, folder: Path) -> dict[str, Any]:
     """The JSON-LD of the study in `folder`: the files, who made them, and the software that did."""
-    files = [name for name in ALL_FORMATS if (folder / name).is_file()]
+    formats = ALL_FORMATS | {name: "application/yaml" for name in registered_files(folder) if name not in ALL_FORMATS}
+    files = [name for name in formats if (folder / name).is_file()]
     address = license_address(described.license)
     licence = address if "://" in address else "#licence"
     author, software = {"@id": "#author"}, {"@id": "#qerl-bench"}
@@ -45,7 +47,7 @@ def crate(described: Description, folder: Path) -> dict[str, Any]:
                     "@id": name,
                     "@type": "File",
                     "name": name,
-                    "encodingFormat": ALL_FORMATS[name],
+                    "encodingFormat": formats[name],
                     "contentSize": str((folder / name).stat().st_size),
                 }
                 for name in files

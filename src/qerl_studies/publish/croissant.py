@@ -15,6 +15,7 @@ import pyarrow.parquet as parquet
 
 from qerl_core import __version__
 from qerl_core.rundir.checksums import digest
+from qerl_studies.claims.registration import REGISTERED
 from qerl_studies.publish.description import Description
 from qerl_studies.runs.committed import ANSWERS, SETTINGS, TIDY
 
@@ -23,6 +24,7 @@ FORMATS = {
     SETTINGS: "application/json",
     TIDY: "application/x-parquet",
     ANSWERS: "application/x-parquet",
+    REGISTERED: "application/json",  # whose seal is of the claim beside it
 }
 SPDX = {"apache-2.0": "Apache-2.0", "mit": "MIT", "bsd-3-clause": "BSD-3-Clause"}  # and Creative Commons
 PREFIX = "http://mlcommons.org/croissant"

@@ -16,6 +16,7 @@ from huggingface_hub import DatasetCardData
 from qerl_core import __version__
 from qerl_core.checks import require
 from qerl_core.statistics import mean_ci
+from qerl_studies.claims.registration import carry, check_registration, registered_files
 from qerl_studies.publish.crate import CRATE, crate
 from qerl_studies.publish.croissant import CROISSANT, croissant
 from qerl_studies.publish.description import Description
@@ -37,7 +38,8 @@ OUTCOMES = ("eval/accuracy_sampled", "eval/accuracy_greedy")  # the first that a
 def write_dataset(source: Path, out: Path, names: Names, private: Private, mixed_code: bool) -> None:
     """Write the runs below `source` to `out`, with everything that describes them.
 
-    Raises ConfigError if a run is unfinished, or as `write_study` does: for damage, or several versions of the code.
+    A registered claim goes along. Raises ConfigError if a run is unfinished, as `write_study` does, for damage or
+    several versions of the code, and as `check_registration`.
     """
     paths = find_runs(source)
     unfinished = [path.name for path in paths if not load_run(path, metrics=False).finished]
@@ -47,9 +49,10 @@ def write_dataset(source: Path, out: Path, names: Names, private: Private, mixed
         "that began them continues them; or move them elsewhere",
     )
     study = write_study(paths, out, mixed_code, ["study", "time"], private=private)
-    described = Description(
-        names, names.license or LICENSE, date.today(), load_runs([out], mixed_code=True), study.cost
-    )
+    runs = load_runs([out], mixed_code=True)
+    carry(source, out)
+    registered = check_registration(out, runs) if registered_files(out) else ""
+    described = Description(names, names.license or LICENSE, date.today(), runs, study.cost, registered)
     (out / CARD).write_text(card(described, out))
     (out / CROISSANT).write_text(json.dumps(croissant(described, out), indent=1) + "\n")
     (out / CRATE).write_text(json.dumps(crate(described, out), indent=1) + "\n")
@@ -69,7 +72,7 @@ def card(described: Description, out: Path) -> str:
         "dataset.md",
         header=header.to_yaml(),
         described=described,
-        files=[SETTINGS, TIDY, *([ANSWERS] if ANSWERS in tables.values() else []), CROISSANT, CRATE],
+        files=[SETTINGS, *tables.values(), *registered_files(out), CROISSANT, CRATE],
         settings=[_row(setting) for setting in settings],
         codes=sorted({run.code for run in described.runs}),
         blocks=sorted({run.block for run in described.runs}),

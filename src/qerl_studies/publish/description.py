@@ -22,6 +22,7 @@ class Description:
     published: date
     runs: Sequence[Run]
     cost: Cost
+    registered: str = ""  # what was registered before, in words
 
     @property
     def title(self) -> str:

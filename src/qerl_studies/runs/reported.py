@@ -30,6 +30,7 @@ MAX_BYTES = 2**28  # of a table, and of each file that is imported
 MAX_ROWS = 5_000_000
 MAX_TEXT = 400  # characters of a cell
 MAX_STEP = 2**31
+LARGEST = 1e100  # of a value: FP32 ends at 3e38, and squares of this can be added
 ANSWERS = {"eval/accuracy_greedy": "greedy", "eval/accuracy_sampled": "sampled"}  # metrics that rows by question have
 REMEDY = "Import it again: qerl-bench import csv FILE out=STUDY"
 
@@ -77,7 +78,7 @@ def write(folder: Path, rows: Iterable[Row], about: About) -> None:
     require(bool(lines), f"nothing to write to {folder}: no number was found")
     require(len(lines) <= MAX_ROWS, f"{len(lines):,} numbers, more than the {MAX_ROWS:,} that a study may have")
     for line in lines:
-        checked(line, REPORTED)
+        checked(line, f"{REPORTED}, of {printable(line.source)[:MAX_TEXT] or 'no source'}")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / REPORTED).open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -142,8 +143,10 @@ def checked(row: Row, where: str) -> Row:
             require(len(value) <= MAX_TEXT, f"{where}: {key} has {len(value)} characters, at most {MAX_TEXT} are read")
             shown = printable(value)
             require(shown == value and "\n" not in value, f"{where}: {key} has control characters: {shown[:80]!r}")
-    require(0 <= row.step < MAX_STEP, f"{where}: step must be 0 or more, got {row.step}")
-    require(row.seed is None or 0 <= row.seed < 2**63, f"{where}: seed must be 0 or more, got {row.seed}")
+    require(0 <= row.step < MAX_STEP, f"{where}: step must be from 0 to {MAX_STEP - 1}, got {row.step}")
+    require(row.seed is None or 0 <= row.seed < 2**63, f"{where}: seed must be from 0 to 2^63 - 1, got {row.seed}")
+    known = math.isnan(row.value) or abs(row.value) <= LARGEST
+    require(known, f"{where}: value must be empty or at most {LARGEST:g} in size, got {row.value:g}")
     require(row.n is None or 0 < row.n < MAX_STEP, f"{where}: n must be a count above 0, got {row.n}")
     share = not row.question or (row.metric in ANSWERS and row.n is not None and 0 <= row.value <= 1)
     require(
