@@ -52,8 +52,10 @@ def test_it_trains_a_step(quant: str, quantizer: str, smollm: Path, root: Path) 
     layers = pd.read_parquet(folder / "layers.parquet")
     assert {*layers["quant"]} == {quant} and {*layers["quantizer"]} == {quantizer}
     assert len(layers) == 210  # 30 blocks of 7
-    errors = layers["relative_error"].tolist()
-    assert all(error == 0 if quant == "bf16" else 0 < error < 0.2 for error in errors)
+    # GPTQ moves weights as far as outputs on its calibration text allow
+    errors = layers["output_error" if quantizer == "gptq" else "relative_error"]
+    within = errors == 0 if quant == "bf16" else errors.between(0, 0.2, inclusive="neither")
+    assert within.all(), layers[~within].to_string()
     assert (folder / "calibration.json").exists() == (quantizer in CALIBRATED)
 
 
