@@ -47,7 +47,7 @@ TIDY_COLUMNS = pa.schema(
 )
 LATER = ("lenient", "finished", "tokens")  # columns that older studies lack
 # Config keys that decide no number and may be private; a run that is read again has these values instead.
-NOT_KEPT = {"root": ".", "logger": {"_target_": "qerl_bench.logger.jsonl.LocalOnly", "name": "jsonl", "names": None}}
+NOT_KEPT = {"root": ".", "logger": {"_target_": "qerl_bench.logger.jsonl.LocalOnly", "name": "jsonl"}}
 KEPT_OF_DONE = ("started", "ended", "wall_s", "energy_j", "peak_memory_gib")
 REMEDY = "It is incomplete, or was edited. Collect it again: qerl-bench collect RUNS out="
 
