@@ -123,7 +123,7 @@ def test_wrong_words_are_refused_in_a_sentence(
     assert "in order" in refused(capsys, "register", str(claim), out, "units=4", "looks=4,2")
     assert "units=4" in refused(capsys, "register", str(claim), out, "units=4", "looks=2")
     assert "units must be" in refused(capsys, "register", str(claim), out, "units=1")
-    assert "is no claim" in refused(capsys, "register", str(tmp_path / "none.yaml"), out, "units=4")
+    assert "there is no file" in refused(capsys, "register", str(tmp_path / "none.yaml"), out, "units=4")
     assert "is there already" in refused(capsys, "register", str(claim), f"out={study}", "units=4")
     shutil.copy(claim, tmp_path / "first_entropy.yaml")
     assert "called claim" in refused(capsys, "register", str(tmp_path / "first_entropy.yaml"), out, "units=4")

@@ -70,7 +70,8 @@ def register(file: Path, units: int, looks: Sequence[int], out: Path) -> Registr
     """Write both files to `out`. Raises ConfigError for a wrong claim, for looks that are not in order or beyond the
     units, and if `out` has a registration or runs already.
     """
-    require(file.is_file() and file.suffix == ".yaml", f"{file} is no claim: give claim/NAME.yaml of a folder of yours")
+    require(file.is_file(), f"there is no file {file}: give claim/NAME.yaml of a folder of yours")
+    require(file.suffix == ".yaml", f"{file} is no claim: give claim/NAME.yaml of a folder of yours")
     require(
         file.parent.name == GROUP,
         f"{file} must lie in a folder that is called {GROUP}, as for --config-dir: mine/{GROUP}/{file.name}",
