@@ -48,6 +48,8 @@ Digits are those of one recording. In two earlier ones `make run` gained 8.2 and
 | accuracy_greedy, accuracy_sampled | questions never trained on: the most probable answer is right; a drawn one is |
 | lenient | right by the last number, in whatever format; *in tags* are answers in the format that was asked for |
 | majority, pass_at_k | the most frequent of a question's answers is right; one of them is |
+| validation | a few of these questions again, while training goes on |
+| first noise | what it does to the policy: KL is how far probabilities of tokens move, in nats |
 | +-, ± | one standard error |
 """
 
