@@ -116,6 +116,14 @@ def unexplained(page: str, words: set[str]) -> list[str]:
     return missing
 
 
+PLAIN = {"copy", "look", "packing", "control", "cut off", "trap"}  # below the first screen often plain English
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_words_of_a_whole_page_are_explained_too(name: str) -> None:
+    assert unexplained((ROOT / name).read_text(), terms() - PLAIN) == []
+
+
 @pytest.mark.parametrize("name", FOUND)
 def test_words_of_our_own_are_explained_where_they_come_first(name: str) -> None:
     assert unexplained(screen(name), terms()) == []
