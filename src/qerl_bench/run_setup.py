@@ -28,9 +28,11 @@ from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import preflight
 from qerl_bench.model.reference_model import Origin
 from qerl_bench.model.rounded import unrounded
+from qerl_bench.model.sharding import shard
 from qerl_bench.model_setup import base_checkpoint, build_policy
-from qerl_bench.parallel import ALONE, World
+from qerl_bench.parallel import ALONE, Ranks, World
 from qerl_bench.quant.base import WeightFormat
+from qerl_bench.train.data_parallel import require_equal_weights
 from qerl_bench.train.trainer_state import TrainerState
 from qerl_core.checks import require
 from qerl_core.process.device import device_name, multiplies_bf16, resolve_device
@@ -142,9 +144,14 @@ def set_up(
                 run.write("calibration.json", json.dumps(policy.calibration, indent=1))
             policy.name_base(name_of_base(experiment.model), digest, base or experiment.model.folder())
             where, state = f"model={experiment.model.name}", TrainerState()
+            policy.is_sharded = experiment.parallel.shard and isinstance(world, Ranks)
             built = around.enter_context(checked_engine(experiment, engine, policy, state, base, where, run))
         if policy.merging is not None:
             policy.merging.on = experiment.train.merge != "none"  # of what is checked, base and adapter are apart
+        if policy.is_sharded and isinstance(world, Ranks):
+            require_equal_weights(policy.model, world)
+            with memory_for("setup"):
+                shard(policy, where, world)
         shared = SharedEngine(built, world, experiment.parallel.exact)
         yield Setup(experiment, policy, built if world.size == 1 and not shared.exact else shared, run, state, world)
 

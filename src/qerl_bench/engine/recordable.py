@@ -8,7 +8,7 @@ from typing import Any
 from qerl_bench.model.keys_values import REASON as KV_ROUNDED
 from qerl_bench.model.lm_head import decoder_of
 from qerl_bench.model.merging import REASON as MERGED
-from qerl_bench.model.policy import Policy
+from qerl_bench.model.policy import SHARDED, Policy
 from qerl_bench.quant.linear import PackedLinear
 
 
@@ -43,6 +43,8 @@ def eager_reason(policy: Policy) -> str | None:
     config: Any = decoder_of(policy.model).config
     if not policy.fused:
         return "without fused kernels sampling is the reference"
+    if policy.is_sharded:
+        return SHARDED
     if policy.merging is not None:
         return MERGED
     if policy.kv.kinds.samples_rounded:

@@ -51,6 +51,7 @@ from qerl_core.checks import ConfigError, naming, require
 from qerl_core.records import Demonstration, Message, Prompt
 
 log = logging.getLogger(__name__)
+SHARDED = "the base is sharded"
 CARD = "---\nlibrary_name: peft\n---\nA LoRA adapter, trained by qerl-bench on {base}.\n"
 
 
@@ -102,6 +103,7 @@ class Policy:
         self.base = "a base without a name"
         self.digest: str | None = None  # of its weights
         self.folder: Path | None = None  # where these are; None for weights made from a seed
+        self.is_sharded = False  # or will be: `model/sharding.py`
         self.base_scales = _trainable_copies(self.norms.values()) if train_norms else []  # the scales of the base
         self.packed_share = packed_share(model)
         self.device = next(model.parameters()).device

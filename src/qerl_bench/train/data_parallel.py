@@ -12,6 +12,7 @@ from itertools import count
 from typing import TypeVar
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from qerl_bench.parallel import World
 from qerl_bench.train.batch import Batch
@@ -88,11 +89,15 @@ class GradientSum:
 
 
 def require_equal_weights(model: torch.nn.Module, world: World) -> None:
-    """Raise TrainingStopped unless all ranks have the same parameters and buffers, by the sum of the bytes of each."""
+    """Raise TrainingStopped unless all ranks have the same parameters and buffers, by the sum of the bytes of each.
+
+    Of a sharded base each has other parts, which are left out.
+    """
     if world.size == 1:
         return
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if not name.endswith("inv_freq")]
-    tensors = [*model.named_parameters(), *buffers]  # some rotary frequencies follow the longest sequence so far
+    whole = [(name, tensor) for name, tensor in model.named_parameters() if not isinstance(tensor, DTensor)]
+    tensors = [*whole, *buffers]  # some rotary frequencies follow the longest sequence so far
     sums = [tensor.detach().contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64) for _, tensor in tensors]
     of_ranks = world.gather(torch.stack([total.cpu() for total in sums]).tolist())
     for (name, _), values in zip(tensors, zip(*of_ranks, strict=True), strict=True):

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from qerl_bench.model.block import without_fused_blocks
 from qerl_bench.model.policy import Policy
+from qerl_bench.model.sharding import own_part
 from qerl_bench.train.batch import make_batch
 from qerl_core.checks import TrainingStopped
 from qerl_core.records import Rollout
@@ -41,7 +42,7 @@ class NonFiniteError(Exception):
 def first_in_forward(model: torch.nn.Module, forward: Callable[[], object]) -> str:
     """The first non-finite parameter or buffer; if all are finite, the first non-finite output during `forward`."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_floating_point() and tensor.dtype.itemsize > 1 and not bool(tensor.isfinite().all()):
+        if tensor.is_floating_point() and tensor.dtype.itemsize > 1 and not bool(own_part(tensor).isfinite().all()):
             return f"weight {name}"
     outputs: list[str] = []
 

@@ -21,7 +21,7 @@ from qerl_bench.model.keys_values import REASON as KV_ROUNDED
 from qerl_bench.model.lm_head import TokenStats
 from qerl_bench.model.merging import REASON as MERGED
 from qerl_bench.model.packing import Packing
-from qerl_bench.model.policy import Policy
+from qerl_bench.model.policy import SHARDED, Policy
 from qerl_bench.quant.activations import REASON as ROUNDED
 from qerl_bench.quant.base import NOT_ROUNDED
 from qerl_bench.train.batch import Batch
@@ -48,6 +48,7 @@ def why_not(specs: Specs, policy: Policy) -> str | None:
         ROUNDED: policy.rounding is not None,
         KV_ROUNDED: policy.kv.kinds.train != NOT_ROUNDED,
         MERGED: policy.merging is not None,
+        SHARDED: policy.is_sharded,
         "the number of tokens of each expert differs": bool(policy.experts),
         f"train.recompute={train.recompute}": train.recompute != "none",
         f"train.updates_per_batch={train.updates_per_batch}": train.updates_per_batch > 1,

@@ -1,0 +1,167 @@
+"""A base of which each rank of a run keeps a part: all ranks gather a block for as long as it computes.
+
+FSDP2 (`torch.distributed.fsdp.fully_shard`) cuts, gathers and frees. Cut are the weights of the blocks' linear layers;
+codes and scales of packed ones travel as they are, without a MixedPrecisionPolicy, which would round scales. Each rank
+keeps the rest whole: embeddings, head, norms, biases and adapters, which noise and optimizer write to.
+
+A gather takes all ranks, and they pass through the model unequally often, since they take portions of prompts when
+they are done. So each says what it does next, and one without a pass of its own joins in gathering for the others
+(torch.distributed.algorithms.Join does that for DDP alone). Left out: loading in parts. A rank loads the whole base,
+and frees the others' parts once the checks of it have passed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from qerl_bench.model.lm_head import decoder_of
+from qerl_bench.model.policy import Policy
+from qerl_bench.parallel import Ranks
+from qerl_bench.quant.linear import TENSOR_SCALES, PackedLinear
+from qerl_bench.quant.packed_share import decoder_blocks
+from qerl_bench.quant.packed_weight import store_as_parameters
+from qerl_core.checks import TrainingStopped, require
+
+log = logging.getLogger(__name__)
+ALL_GATHER = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)  # its new name
+
+
+class Turn(IntEnum):
+    """What a rank does next; the largest that any rank asks for comes first."""
+
+    MEET = 0  # tell each other something
+    BACKWARD = 1
+    FORWARD = 2
+
+
+class Passes:
+    """The passes of all ranks through `blocks`, in the order in which they run."""
+
+    def __init__(self, world: Ranks, decoder: torch.nn.Module, blocks: Sequence[FSDPModule]) -> None:
+        self.world, self.decoder, self.blocks = world, decoder, blocks
+        self.in_pass = False
+        decoder.register_forward_pre_hook(self._before_forward, prepend=True)
+        decoder.register_forward_hook(self._after_forward)
+        first: Any = blocks[0]
+        first.register_forward_hook(self._after_first)
+        world.before_meeting = lambda value: self.begin(Turn.MEET, value)
+
+    def begin(self, own: Turn, value: object = None) -> None:
+        """Return when all ranks are at `own`, after joining in what others do before. `value` is told at a meeting.
+
+        Raises what ended a pass of this rank: the others are in the middle of it, and end when this rank does.
+        """
+        if self.in_pass:
+            if isinstance(value, TrainingStopped):
+                raise value
+            said = f": {value}" if isinstance(value, Exception) else ""
+            raise TrainingStopped(
+                "a pass through a sharded base ended in an error, and all processes would have to repeat it. If memory "
+                "ran out, use a smaller train.micro_batch_tokens or engine.max_num_seqs, or more processes" + said
+            )
+        while (turn := self.world.largest_of(own)) != own:
+            for block in self.blocks if turn == Turn.FORWARD else reversed(self.blocks):
+                block.unshard()
+                block.reshard()
+        self.in_pass = own != Turn.MEET
+
+    def _before_forward(self, module: object, inputs: object) -> None:
+        if module is self.decoder:  # and not the copy of it that `head_of` makes, which runs no block
+            self.begin(Turn.FORWARD)
+
+    def _after_forward(self, module: object, inputs: object, output: Any) -> None:
+        if module is not self.decoder:
+            return
+        self.in_pass = False
+        if torch.is_grad_enabled() and output[0].requires_grad:
+            output[0].register_hook(lambda gradient: self.begin(Turn.BACKWARD))
+
+    def _after_first(self, block: object, inputs: object, output: Any) -> None:
+        """A backward pass has gathered all when it reaches the output of the first block."""
+        hidden = output[0] if isinstance(output, tuple) else output
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            hidden.register_hook(self._after_gathers)
+
+    def _after_gathers(self, gradient: torch.Tensor) -> None:
+        self.in_pass = False
+
+
+class _Gather:
+    """FSDP2's all-gather, which tells of a rank that has ended."""
+
+    def __init__(self, world: Ranks) -> None:
+        self.world = world
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
+        with self.world.answer() if not async_op else nullcontext():
+            return ALL_GATHER(output_tensor, input_tensor, group, async_op)
+
+
+def shard(policy: Policy, where: str, world: Ranks) -> Passes:
+    """Cut the blocks of `policy`, whose weights are equal on all ranks, and let ranks pass through it together.
+
+    Raises ConfigError if they have experts, and TrainingStopped if what is gathered is not, byte for byte, what was
+    cut.
+    """
+    require(
+        not policy.experts,
+        f"parallel.shard=true cuts linear layers, and {where} has experts. Use parallel.shard=false, or another model",
+    )
+    model: Any = policy.model
+    before = own_bytes(model)
+    blocks: Any = decoder_blocks(model)[1]
+    device = next(model.parameters()).device
+    mesh = DeviceMesh.from_group(world.group_of(device) or torch.distributed.group.WORLD, device.type)
+    sums = []
+    for block in blocks:
+        cut = set(cut_parameters(block))
+        sums.append([byte_sum(parameter) for parameter in block.parameters()])
+        fully_shard(block, mesh=mesh, ignored_params={one for one in block.parameters() if one not in cut})
+        block.set_custom_all_gather(_Gather(world))
+    decoder = decoder_of(model)
+    fully_shard(decoder, mesh=mesh, ignored_params=set(decoder.parameters()))
+    for number, block in enumerate(blocks):  # in the order of Passes, however many passes came before
+        block.set_modules_to_backward_prefetch([blocks[max(0, number - 1)]])
+        block.unshard()
+        if [byte_sum(parameter) for parameter in block.parameters()] != sums[number]:
+            raise TrainingStopped(f"block {number} of the sharded base has other bytes than before it was cut")
+        block.reshard()
+    log.info("parallel.shard: this process keeps %s of %s bytes", f"{own_bytes(model):,}", f"{before:,}")
+    return Passes(world, decoder, blocks)
+
+
+def cut_parameters(block: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The weights of the linear layers of `block` and their scales as parameters, which FSDP2 can cut."""
+    found: list[torch.nn.Parameter] = []
+    for layer in [*block.modules()]:
+        if isinstance(layer, PackedLinear):
+            found += store_as_parameters(layer, left_out=TENSOR_SCALES)
+        elif isinstance(layer, torch.nn.Linear) and not layer.weight.requires_grad:
+            found.append(layer.weight)
+    return found
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of `tensor`."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_bytes(model: torch.nn.Module) -> int:
+    """Bytes of parameters and buffers that this rank holds."""
+    return sum(own_part(tensor).nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def byte_sum(tensor: torch.Tensor) -> int:
+    return int(tensor.detach().contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64))
