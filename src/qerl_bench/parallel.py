@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from qerl_core.checks import ConfigError, TrainingStopped, check_fields, flag, require
 from qerl_core.process.inherited import PLACE, is_of_launcher
+from qerl_core.process.rendezvous import arrived
 from qerl_core.process.termination import Terminated
 
 if TYPE_CHECKING:
@@ -144,9 +145,8 @@ class Ranks(World):
 
     def __init__(self, scratch: Path) -> None:
         import torch.distributed as distributed
-        from torch.distributed.rendezvous import rendezvous
 
-        store, self.rank, self.size = next(rendezvous("env://"))
+        store, self.rank, self.size = arrived()
         self._wait_s = timedelta(seconds=ANSWER_LIMIT_S)
         distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=self._wait_s)
         self._distributed, self._store, self._scratch = distributed, store, scratch

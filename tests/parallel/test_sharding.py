@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from qerl_bench.config import build, compose
 from qerl_core.checks import ConfigError
@@ -30,7 +31,8 @@ class Made:
         self.before: dict[tuple[object, ...], Path] = {}
 
     def __call__(self, name: str, size: int, *words: str, sabotage: Any = None) -> tuple[Path, Ended]:
-        given = [*WORDS, f"root={self.place / name}", *words]
+        common = [word for word in WORDS if "lora=none" not in words or not word.startswith("lora.")]
+        given = [*common, f"root={self.place / name}", *words]
         return self.place / name / "runs" / "run", run(given, size, self.place / f"{name}.log", sabotage)
 
     def alone(self, *words: str) -> Path:
@@ -98,6 +100,14 @@ def rounding_what_travels(rank: int) -> None:
     sharding.fully_shard = partial(fsdp.fully_shard, mp_policy=rounding)
 
 
+def trained(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All weights, moments of AdamW, and weights of the step before, by name."""
+    kept = torch.load(checkpoint / "trainer.pt", weights_only=True)
+    moments = {f"{number}.{name}": one for number, of in kept["optimizer"]["state"].items() for name, one in of.items()}
+    lagged = {f"lag.{number}": one for number, one in enumerate(kept["lag"][0])}
+    return load_file(checkpoint / "model" / "model.safetensors") | moments | lagged
+
+
 def own_bytes(said: str) -> tuple[int, int]:
     """What rank 0 says that it keeps, and of how much."""
     (found,) = re.findall(r"keeps ([\d,]+) of ([\d,]+) bytes", said)
@@ -139,6 +149,30 @@ def test_ranks_that_keep_a_part_each_train_as_one_process(size: int, words: tupl
         torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.parametrize("then", [1, 3])
+def test_training_all_weights_is_that_of_one_process_and_continues_with_any_number(then: int, made: Made) -> None:
+    """A killed run of two ranks, which goes on with `then`, against an uninterrupted one of one process."""
+    words = ("quant=bf16", "lora=none", "optim.lr=0.001", "rollout.lag=1")
+    name = f"full-{then}"
+    folder, ended = made(name, 2, *words, SHARD, sabotage=partial(kill_in_step_3, 1))
+    assert ended.codes == [1, -signal.SIGKILL] and ended.said.count("another process has ended") == 1, ended.said
+    kept, whole = own_bytes(ended.said)
+    assert 0 < kept < whole
+    folder, ended = made(name, then, *words, SHARD)
+    assert {*ended.codes} == {0}, ended.said
+    alone = made.alone(*words)
+    assert (folder / "rollouts.jsonl").read_text() == (alone / "rollouts.jsonl").read_text()
+    for expected, found in zip(records(alone), records(folder), strict=True):
+        assert found["kind"] == expected["kind"]
+        for key in {"reward/mean", "grad_norm", "entropy", "loss"} & expected.keys():
+            assert found[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), key
+    for step in (2, 4):
+        expected, found = (trained(one / "checkpoints" / f"step_{step:06d}") for one in (alone, folder))
+        assert expected.keys() == found.keys() and len(expected) > 60
+        for key in expected:
+            torch.testing.assert_close(found[key], expected[key], rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("sabotage", [partial(kill_in_step_3, 1), killed_between_blocks], ids=["step", "block"])
 def test_a_rank_that_dies_ends_all_in_words_and_any_number_continues(sabotage: Any, made: Made) -> None:
     name = "dies-in-" + ("step" if isinstance(sabotage, partial) else "block")
@@ -161,7 +195,7 @@ def test_memory_that_runs_out_inside_a_pass_ends_all_with_a_remedy(made: Made) -
 
 
 def test_codes_and_scales_that_would_be_rounded_on_the_way_stop_the_run(made: Made) -> None:
-    folder, ended = made("rounded", 2, "quant=nf4", "model.hidden_size=64", SHARD, sabotage=rounding_what_travels)
+    _, ended = made("rounded", 2, "quant=bf16", SHARD, sabotage=rounding_what_travels)
     assert ended.codes == [1, 1] and ended.said.count("other bytes than before it was cut") == 1, ended.said
 
 
@@ -169,7 +203,9 @@ def test_codes_and_scales_that_would_be_rounded_on_the_way_stop_the_run(made: Ma
     ("words", "remedy"),
     [
         (("engine=vllm",), "engine=hf"),
-        (("lora=none", "quant=bf16"), "lora=default"),
+        (("lora=none", "quant=bf16", EXACT), "parallel.exact=false"),
+        (("lora=none", "quant=bf16", "train.autocast=true"), "train.autocast=false"),
+        (("lora=none", "quant=bf16", "optim.optimizer=adamw_8bit"), "optim.optimizer=adamw"),
         (("lora.experts=true",), "lora.experts=false"),
         (("kernel=block",), "kernel=auto"),
         (("noise.where=adapters",), "noise.where=norms"),
@@ -180,7 +216,7 @@ def test_codes_and_scales_that_would_be_rounded_on_the_way_stop_the_run(made: Ma
     ],
 )
 def test_what_reads_a_whole_base_is_refused_with_a_remedy(words: tuple[str, ...], remedy: str) -> None:
-    given = ["experiment=smoke", "quant=nvfp4", "device=cpu", *words]
+    given = ["experiment=smoke", "device=cpu", *(() if "quant=bf16" in words else ("quant=nvfp4",)), *words]
     build(compose(given))
     with pytest.raises(ConfigError, match=rf"parallel\.shard=true .*{re.escape(remedy)}"):
         build(compose([*given, SHARD]))

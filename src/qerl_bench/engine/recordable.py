@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from qerl_bench.model.cut_tensors import REASON as SHARDED
 from qerl_bench.model.keys_values import REASON as KV_ROUNDED
 from qerl_bench.model.lm_head import decoder_of
 from qerl_bench.model.merging import REASON as MERGED
-from qerl_bench.model.policy import SHARDED, Policy
+from qerl_bench.model.policy import Policy
 from qerl_bench.quant.linear import PackedLinear
 
 

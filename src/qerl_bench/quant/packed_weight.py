@@ -9,7 +9,6 @@ import torch
 
 from qerl_core.checks import ConfigError
 
-
 SHARDED = "sharded"  # the module that holds as parameters what else are buffers of a packed layer
 
 

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from qerl_bench.model.block import without_fused_blocks
+from qerl_bench.model.cut_tensors import own_part
 from qerl_bench.model.policy import Policy
-from qerl_bench.model.sharding import own_part
 from qerl_bench.train.batch import make_batch
 from qerl_core.checks import TrainingStopped
 from qerl_core.records import Rollout
@@ -67,7 +67,7 @@ def first_in_forward(model: torch.nn.Module, forward: Callable[[], object]) -> s
 def first_in_backward(model: torch.nn.Module) -> str:
     """The first parameter, from the last layer back, whose gradient is not finite."""
     for name, parameter in reversed(list(model.named_parameters())):
-        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+        if parameter.grad is not None and not bool(own_part(parameter.grad).isfinite().all()):
             return f"gradient of {name}"
     return "the norm of all gradients together, which overflowed"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from qerl_bench.lora.base import Adapter
 from qerl_bench.parallel import ParallelSpec
-from qerl_bench.train.spec import RolloutSpec
+from qerl_bench.train.spec import RolloutSpec, TrainSpec
 from qerl_core.checks import require
 
 
@@ -26,6 +26,8 @@ def check_shard(
     lora: Adapter,
     kernel: str,
     noise_on: str,
+    optimizer: str,
+    train: TrainSpec,
     rollout: RolloutSpec,
     others: Sequence[str],
 ) -> None:
@@ -37,7 +39,13 @@ def check_shard(
         return
     reasons = {
         f"engine={engine} holds a base of its own, whole. Use engine=hf": engine != "hf",
-        "lora=none trains the weights of the base. Use lora=default": lora.rank == 0,
+        "parallel.exact=true wants one order of sums, and FSDP2 has its own. Use parallel.exact=false": (
+            parallel.exact and lora.rank == 0
+        ),
+        "optim.optimizer=adamw_8bit has states of whole weights. Use optim.optimizer=adamw": (
+            lora.rank == 0 and optimizer != "adamw"
+        ),
+        "train.autocast=true keeps rounded copies of whole weights. Use train.autocast=false": train.autocast,
         "lora.experts=true adapts experts, which are not cut. Use lora.experts=false": getattr(lora, "experts", False),
         "kernel=block joins weights of a block to one. Use kernel=auto": kernel == "block",
         "noise.where=adapters measures the weights of the base. Use noise.where=norms": noise_on == "adapters",

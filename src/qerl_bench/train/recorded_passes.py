@@ -16,12 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from qerl_bench.algo.base import LossInputs
+from qerl_bench.model.cut_tensors import REASON as SHARDED
 from qerl_bench.model.kernels import is_small
 from qerl_bench.model.keys_values import REASON as KV_ROUNDED
 from qerl_bench.model.lm_head import TokenStats
 from qerl_bench.model.merging import REASON as MERGED
 from qerl_bench.model.packing import Packing
-from qerl_bench.model.policy import SHARDED, Policy
+from qerl_bench.model.policy import Policy
 from qerl_bench.quant.activations import REASON as ROUNDED
 from qerl_bench.quant.base import NOT_ROUNDED
 from qerl_bench.train.batch import Batch

@@ -1,0 +1,128 @@
+"""Two machines, as two agents of torchrun on one: a run as in one process, and ends in words."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qerl_bench.parallel import World
+from qerl_bench.train.data_parallel import require_equal_inputs
+from qerl_core.checks import ConfigError
+from tests.parallel.ranks import run, start
+from tests.parallel.test_ranks import WORDS, assert_equal
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 600.0
+KILLED = """
+import os, runpy, sys
+from tests.parallel.test_ranks import kill_in_step_3
+kill_in_step_3(1, int(os.environ["RANK"]))
+runpy.run_path({run!r}, run_name="__main__")
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def agents(count: int, program: list[str], place: Path, *conf: str) -> list[tuple[int, str]]:
+    """The exit code and the output of `count` of two agents, each of which starts one rank of `program`."""
+    port, running = free_port(), []
+    for node in range(count):
+        words = [*("--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"), *conf]
+        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test", "--no-python"]
+        with open(place / f"said-{node}", "w") as output:
+            started = [sys.executable, "-m", "torch.distributed.run", *words, *program]
+            running.append(subprocess.Popen(started, cwd=ROOT, stdout=output, stderr=output))
+    codes = [process.wait(LIMIT_S) for process in running]
+    return [(code, (place / f"said-{node}").read_text()) for node, code in enumerate(codes)]
+
+
+def test_two_machines_make_the_run_of_one_process_and_continue_it_after_a_death(tmp_path: Path, programs: Path) -> None:
+    ended = run([*WORDS, f"root={tmp_path / 'alone'}"], 1, tmp_path / "log")
+    assert ended.codes == [0], ended.said
+    dying, sound = tmp_path / "dying_run.py", str(ROOT / "src" / "run.py")
+    dying.write_text(KILLED.format(run=sound))
+    words = [*WORDS, "parallel.shard=true", "parallel.exact=true", f"root={tmp_path / 'two'}"]
+    (code, said), (other_code, other_said) = agents(2, [str(programs / "python"), str(dying), *words], tmp_path)
+    assert code != 0 and said.partition("Traceback")[0].count("another process has ended") == 1, said
+    assert other_code != 0 and "Signal 9 (SIGKILL)" in other_said, other_said
+    both = agents(2, [str(programs / "python"), sound, *words], tmp_path)
+    assert [code for code, _ in both] == [0, 0], both
+    assert both[0][1].count("continuing after step 2") == 1 and "continuing" not in both[1][1]
+    assert_equal(tmp_path / "alone" / "runs" / "run", tmp_path / "two" / "runs" / "run")
+
+
+def test_a_machine_that_waits_for_another_in_vain_leaves_nothing_behind(tmp_path: Path, programs: Path) -> None:
+    words = [*WORDS, f"root={tmp_path / 'root'}"]
+    program = [str(programs / "python"), str(ROOT / "src" / "run.py"), *words]
+    ((code, said),) = agents(1, program, tmp_path, "--rdzv-conf", "join_timeout=2,last_call_timeout=1")
+    assert code != 0 and "RendezvousTimeoutError" in said, said
+    assert not (tmp_path / "root").exists()
+
+
+def waiting_for(seconds: float, rank: int) -> None:
+    from qerl_core.process import rendezvous
+
+    rendezvous.LIMIT_S = seconds
+
+
+def test_a_process_without_the_others_names_them(tmp_path: Path) -> None:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    words = [*WORDS, f"root={tmp_path / 'root'}"]
+    process = start(words, tmp_path / "said", 1, 3, store.port, partial(waiting_for, 2.0))
+    process.join(LIMIT_S)
+    said = " ".join((tmp_path / "said").read_text().split())
+    assert process.exitcode == 1 and "of 3 processes 0, 2 did not arrive" in said and "Traceback" not in said, said
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_process_that_reaches_no_store_names_the_address(tmp_path: Path) -> None:
+    port = free_port()
+    process = start([*WORDS, f"root={tmp_path}"], tmp_path / "said", 1, 2, port, partial(waiting_for, 1.0))
+    process.join(LIMIT_S)
+    said = " ".join((tmp_path / "said").read_text().split())
+    assert process.exitcode == 1 and f"127.0.0.1:{port}" in said and "--rdzv-endpoint" in said, said
+    assert "Traceback" not in said
+
+
+def other_weights(rank: int) -> None:
+    import qerl_bench.run_setup as setup
+
+    digest = setup.digest_of
+    setup.digest_of = lambda model, base: f"{digest(model, base)}{'0' * rank}"
+
+
+def other_data(rank: int) -> None:
+    import qerl_bench.run_setup as setup
+
+    inputs = setup.inputs_of
+    setup.inputs_of = lambda *given: inputs(*given) | ({"the training data": "other"} if rank else {})
+
+
+@pytest.mark.parametrize(("sabotage", "name"), [(other_weights, "the base weights"), (other_data, "the training data")])
+def test_machines_with_other_files_are_refused_once(sabotage: Any, name: str, tmp_path: Path) -> None:
+    ended = run([*WORDS, f"root={tmp_path / 'root'}"], 2, tmp_path / "log", sabotage)
+    assert ended.codes == [2, 2] and ended.said.count(f"{name}: process 1 has another") == 1, ended.said
+    assert not (tmp_path / "root" / "runs" / "run").exists()
+
+
+def test_machines_with_other_words_are_refused_by_the_option() -> None:
+    class Other(World):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, value | {"the option optim": "lr=2", "new": "1"}]
+
+    with pytest.raises(ConfigError, match="the option optim, new: process 1"):
+        require_equal_inputs({"the option optim": "lr=1", "the option seed": "0"}, Other())
+    require_equal_inputs({"the option optim": "lr=1"}, World())
