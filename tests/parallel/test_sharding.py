@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from qerl_bench.config import build, compose
 from qerl_core.checks import ConfigError
+from tests.models.builds import build as build_checkpoint
 from tests.parallel.ranks import Ended, run
 from tests.parallel.test_ranks import WORDS, assert_equal, kill_in_step_3, records, weights
 
@@ -31,7 +32,8 @@ class Made:
         self.before: dict[tuple[object, ...], Path] = {}
 
     def __call__(self, name: str, size: int, *words: str, sabotage: Any = None) -> tuple[Path, Ended]:
-        common = [word for word in WORDS if "lora=none" not in words or not word.startswith("lora.")]
+        left_out = [*(["lora."] if "lora=none" in words else []), *(["model."] if "model=hub" in words else [])]
+        common = [word for word in WORDS if not word.startswith(tuple(left_out))]
         given = [*common, f"root={self.place / name}", *words]
         return self.place / name / "runs" / "run", run(given, size, self.place / f"{name}.log", sabotage)
 
@@ -123,6 +125,15 @@ def test_a_sharded_base_with_exact_makes_one_process_to_the_bit(quant: str, made
     assert_equal(made.alone(word), folder)
     kept, whole = own_bytes(ended.said)
     assert 0 < kept < whole
+
+
+def test_a_head_that_is_more_than_a_matrix_makes_no_pass_of_its_own(made: Made) -> None:
+    """Gemma 2 has a soft cap behind it, so the head is a copy of the model around no block."""
+    folder = build_checkpoint("gemma2", made.place / "gemma2")
+    words = ("model=hub", f"model.id={folder}", "model.dtype=float32", "quant=int8", "train.micro_batch_tokens=400")
+    of_two, ended = made("two-gemma2", 2, *words, SHARD, EXACT)
+    assert ended.codes == [0, 0], ended.said
+    assert_equal(made.alone(*words), of_two)
 
 
 @pytest.mark.parametrize(

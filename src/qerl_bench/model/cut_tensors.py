@@ -28,7 +28,8 @@ def whole(tree: Tree, kept: bool = True) -> Tree:
     """
     given: Any = tree
     if isinstance(given, DTensor):
-        gathered = given.detach().full_tensor()
+        with torch.no_grad():
+            gathered = given.full_tensor()
         given = gathered.cpu() if kept else gathered.new_empty(0)
     elif isinstance(given, dict):
         given = {key: whole(value, kept) for key, value in given.items()}

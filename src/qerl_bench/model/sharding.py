@@ -139,7 +139,8 @@ def shard(policy: Policy, where: str, world: Ranks) -> Passes:
     before = own_bytes(model)
     blocks: Any = decoder_blocks(model)[1]
     device = next(model.parameters()).device
-    mesh = DeviceMesh.from_group(world.group_of(device) or torch.distributed.group.WORLD, device.type)
+    group: Any = world.group_of(device) or torch.distributed.group.WORLD
+    mesh = DeviceMesh.from_group(group, device.type)
     contents = []
     for block in blocks:
         cut = set(cut_parameters(block, trained=policy.adapter is None))
@@ -171,7 +172,7 @@ def cut_parameters(block: torch.nn.Module, trained: bool) -> list[torch.nn.Param
         if isinstance(layer, PackedLinear):
             found += store_as_parameters(layer, left_out=TENSOR_SCALES)
         elif isinstance(layer, torch.nn.Linear) and layer.weight.requires_grad == trained:
-            found.append(layer.weight)
+            found.append(layer.get_parameter("weight"))
     return found
 
 
