@@ -128,8 +128,8 @@ class _Collective:
 def shard(policy: Policy, where: str, world: Ranks) -> Passes:
     """Cut the blocks of `policy`, whose weights are equal on all ranks, and let ranks pass through it together.
 
-    Raises ConfigError if they have experts, and TrainingStopped if what is gathered is not, byte for byte, what was
-    cut.
+    Raises ConfigError if they have experts, or no linear layers, and TrainingStopped if what is gathered is not, byte
+    for byte, what was cut.
     """
     require(
         not policy.experts,
@@ -150,6 +150,10 @@ def shard(policy: Policy, where: str, world: Ranks) -> Passes:
         block.set_custom_reduce_scatter(_Collective(world, REDUCE_SCATTER))
         block.set_gradient_divide_factor(1.0)  # micro-batches have the loss weights of the whole batch
         block.set_force_sum_reduction_for_comms(True)
+    require(
+        any(map(is_cut, model.parameters())),
+        f"parallel.shard=true cuts linear layers of blocks, and {where} has none. Use parallel.shard=false",
+    )
     decoder = decoder_of(model)
     fully_shard(decoder, mesh=mesh, ignored_params=set(decoder.parameters()))
     for number, block in enumerate(blocks):  # in the order of Passes, however many passes came before

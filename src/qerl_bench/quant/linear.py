@@ -50,7 +50,7 @@ def resident_kernel_weight(
     """The weight in the kernels' layout, from the buffers of `module`; None without `offset`: it is not resident."""
     if offset is None:
         return None
-    words, scales = (stored(module)[name] for name in KERNEL_BUFFERS)
+    words, scales = map(stored(module).__getitem__, KERNEL_BUFFERS)
     assert weight_format.kernel_layout is not None
     return layout.KernelWeight(weight_format.kernel_layout, shape, words, scales, offset)
 
