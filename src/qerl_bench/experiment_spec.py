@@ -109,8 +109,7 @@ class Experiment:
         self._check_other_formats()
         copies = {"rollout.quant": self.sampled, "eval.quant": self.answering, "eval.also": self.also_answering}
         others = [key for key, copy in copies.items() if copy and copy is not self]
-        own = self.parallel, self.engine.name, self.lora, self.kernel, self.noise.where, self.optim.optimizer
-        check_shard(*own, self.train, self.rollout, others)
+        check_shard(self, self.engine.name, self.kernel, others)
         self._check_evaluations()
         shape = self.model.config() or {}
         self._check_lengths(context_of(shape))

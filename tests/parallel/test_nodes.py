@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,13 @@ from tests.parallel.test_ranks import WORDS, assert_equal
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
+RUN = ROOT / "src" / "run.py"
 LIMIT_S = 600.0
-KILLED = """
-import os, runpy, sys
+KILLED = f"""
+import os, runpy
 from tests.parallel.test_ranks import kill_in_step_3
 kill_in_step_3(1, int(os.environ["RANK"]))
-runpy.run_path({run!r}, run_name="__main__")
+runpy.run_path({str(RUN)!r}, run_name="__main__")
 """
 
 
@@ -34,69 +34,58 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def agents(count: int, program: list[str], place: Path, *conf: str) -> list[tuple[int, str]]:
-    """The exit code and the output of `count` of two agents, each of which starts one rank of `program`."""
-    port, running = free_port(), []
-    for node in range(count):
-        words = ["--nnodes", "2", "--nproc-per-node", "1", *conf]
-        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test", "--no-python"]
-        with open(place / f"said-{node}", "w") as output:
-            started = [sys.executable, "-m", "torch.distributed.run", *words, *program]
+def agents(count: int, program: list[object], place: Path, *conf: str) -> tuple[list[int], list[str]]:
+    """Exit codes and outputs of `count` of two agents, each of which starts one rank; which one is left to chance."""
+    words = [*("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test", "--no-python")]
+    words += [*("--rdzv-endpoint", f"127.0.0.1:{free_port()}"), *conf, *map(str, program)]
+    running, files = [], [place / f"said-{node}" for node in range(count)]
+    for file in files:
+        with open(file, "w") as output:
+            started = [sys.executable, "-m", "torch.distributed.run", *words]
             running.append(subprocess.Popen(started, cwd=ROOT, stdout=output, stderr=output))
-    codes = [process.wait(LIMIT_S) for process in running]
-    return [(code, (place / f"said-{node}").read_text()) for node, code in enumerate(codes)]
+    return [process.wait(LIMIT_S) for process in running], [file.read_text() for file in files]
 
 
 def test_two_machines_make_the_run_of_one_process_and_continue_it_after_a_death(tmp_path: Path, programs: Path) -> None:
     ended = run([*WORDS, f"root={tmp_path / 'alone'}"], 1, tmp_path / "log")
     assert ended.codes == [0], ended.said
-    dying, sound = tmp_path / "dying_run.py", str(ROOT / "src" / "run.py")
-    dying.write_text(KILLED.format(run=sound))
+    (dying := tmp_path / "dying_run.py").write_text(KILLED)
     words = [*WORDS, "parallel.shard=true", "parallel.exact=true", f"root={tmp_path / 'two'}"]
-    both = agents(2, [str(programs / "python"), str(dying), *words], tmp_path)
-    assert all(code != 0 for code, _ in both), both
-    (killed,) = [said for _, said in both if "Signal 9 (SIGKILL)" in said]  # which agent has rank 1 is by chance
-    (told,) = [said for _, said in both if said != killed]
+    codes, said = agents(2, [programs / "python", dying, *words], tmp_path)
+    assert 0 not in codes
+    (killed,) = [one for one in said if "Signal 9 (SIGKILL)" in one]
+    (told,) = [one for one in said if one != killed]
     assert told.partition("Traceback")[0].count("another process has ended") == 1, told
-    both = agents(2, [str(programs / "python"), sound, *words], tmp_path)
-    assert [code for code, _ in both] == [0, 0], both
-    assert "".join(said for _, said in both).count("continuing after step 2") == 1
+    codes, said = agents(2, [programs / "python", RUN, *words], tmp_path)
+    assert codes == [0, 0] and "".join(said).count("continuing after step 2") == 1, said
     assert_equal(tmp_path / "alone" / "runs" / "run", tmp_path / "two" / "runs" / "run")
 
 
 def test_a_machine_that_waits_for_another_in_vain_leaves_nothing_behind(tmp_path: Path, programs: Path) -> None:
-    words = [*WORDS, f"root={tmp_path / 'root'}"]
-    program = [str(programs / "python"), str(ROOT / "src" / "run.py"), *words]
-    ((code, said),) = agents(1, program, tmp_path, "--rdzv-conf", "join_timeout=2,last_call_timeout=1")
+    program = [programs / "python", RUN, *WORDS, f"root={tmp_path / 'root'}"]
+    (code,), (said,) = agents(1, program, tmp_path, "--rdzv-conf", "join_timeout=2,last_call_timeout=1")
     assert code != 0 and "RendezvousTimeoutError" in said, said
     assert not (tmp_path / "root").exists()
 
 
-def waiting_for(seconds: float, rank: int) -> None:
+def waiting_briefly(rank: int) -> None:
     from qerl_core.process import rendezvous
 
-    rendezvous.LIMIT_S = seconds
+    rendezvous.LIMIT_S = 2.0
 
 
-def test_a_process_without_the_others_names_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("there", [True, False])
+def test_a_process_without_the_others_names_them_or_the_address_in_a_sentence(there: bool, tmp_path: Path) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    words = [*WORDS, f"root={tmp_path / 'root'}"]
-    process = start(words, tmp_path / "said", 1, 3, store.port, partial(waiting_for, 2.0))
-    process.join(LIMIT_S)
-    said = " ".join((tmp_path / "said").read_text().split())
-    assert process.exitcode == 1 and "of 3 processes 0, 2 did not arrive" in said and "Traceback" not in said, said
-    assert not (tmp_path / "root").exists()
-
-
-def test_a_process_that_reaches_no_store_names_the_address(tmp_path: Path) -> None:
     port = free_port()
-    process = start([*WORDS, f"root={tmp_path}"], tmp_path / "said", 1, 2, port, partial(waiting_for, 1.0))
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if there else None
+    process = start([*WORDS, f"root={tmp_path / 'root'}"], tmp_path / "said", 1, 3, port, waiting_briefly)
     process.join(LIMIT_S)
     said = " ".join((tmp_path / "said").read_text().split())
-    assert process.exitcode == 1 and f"127.0.0.1:{port}" in said and "--rdzv-endpoint" in said, said
-    assert "Traceback" not in said
+    assert process.exitcode == 1 and "Traceback" not in said and f"127.0.0.1:{port}" in said, said
+    assert ("of 3 processes 0, 2 did not arrive" if store else "--rdzv-endpoint") in said
+    assert not (tmp_path / "root").exists()
 
 
 def other_weights(rank: int) -> None:

@@ -20,25 +20,22 @@ from tests.parallel.ranks import Ended, run
 from tests.parallel.test_ranks import WORDS, assert_equal, kill_in_step_3, records, weights
 
 pytestmark = pytest.mark.slow
-SHARD = "parallel.shard=true"
-EXACT = "parallel.exact=true"
+SHARD, EXACT = "parallel.shard=true", "parallel.exact=true"
 
 
 class Made:
-    """Runs below `place`, each made once."""
+    """Runs below `place`; those of one process are made once."""
 
     def __init__(self, place: Path) -> None:
-        self.place = place
-        self.before: dict[tuple[object, ...], Path] = {}
+        self.place, self.before = place, dict[tuple[str, ...], Path]()
 
     def __call__(self, name: str, size: int, *words: str, sabotage: Any = None) -> tuple[Path, Ended]:
-        left_out = [*(["lora."] if "lora=none" in words else []), *(["model."] if "model=hub" in words else [])]
+        left_out = [axis for axis, word in (("lora.", "lora=none"), ("model.", "model=hub")) if word in words]
         common = [word for word in WORDS if not word.startswith(tuple(left_out))]
-        given = [*common, f"root={self.place / name}", *words]
-        return self.place / name / "runs" / "run", run(given, size, self.place / f"{name}.log", sabotage)
+        ended = run([*common, f"root={self.place / name}", *words], size, self.place / f"{name}.log", sabotage)
+        return self.place / name / "runs" / "run", ended
 
     def alone(self, *words: str) -> Path:
-        """The run of one process, which holds the whole base."""
         if words not in self.before:
             self.before[words], ended = self(f"alone-{len(self.before)}", 1, *words)
             assert ended.codes == [0], ended.said
@@ -50,47 +47,27 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("sharding"))
 
 
-def short_inside_a_pass(step: int, rank: int) -> None:
-    """In the given step memory runs out on rank 1 after the first block of a pass with gradient."""
+def in_a_pass(what: str, rank: int) -> None:
+    """In the training of step 3 rank 1 is killed, or runs out of memory, at the tenth packed layer."""
     import qerl_bench.experiment as loop
     from qerl_bench.quant.linear import PackedLinear
 
     train_step, forward, calls = loop.train_step, PackedLinear.forward, []
 
-    def now(setup: Any, optimizer: Any, lag: Any, number: int) -> dict[str, float]:
-        if number == step:
-            calls.append(0)
-        return train_step(setup, optimizer, lag, number)
+    def noted(*given: Any) -> dict[str, float]:
+        calls.extend([0] if given[-1] == 3 else [])
+        return train_step(*given)
 
-    def short(self: Any, *arguments: Any) -> torch.Tensor:
+    def failing(self: Any, *given: Any) -> torch.Tensor:
         if rank == 1 and calls and torch.is_grad_enabled():
             calls.append(1)
-            if len(calls) == 10:
-                raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
-        return forward(self, *arguments)
-
-    loop.train_step, PackedLinear.forward = now, short  # type: ignore[method-assign]
-
-
-def killed_between_blocks(rank: int) -> None:
-    """Rank 1 dies in its 40th pass of a packed layer in the training of a step."""
-    import qerl_bench.train.update as training
-    from qerl_bench.quant.linear import PackedLinear
-
-    forward_backward, forward, calls = training.forward_backward, PackedLinear.forward, []
-
-    def trains(*arguments: Any) -> Any:
-        calls.append(0)
-        return forward_backward(*arguments)
-
-    def dying(self: Any, *arguments: Any) -> torch.Tensor:
-        if rank == 1 and calls:
-            calls.append(1)
-            if len(calls) == 40:
+            if len(calls) == 10 and what == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-        return forward(self, *arguments)
+            elif len(calls) == 10:
+                raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        return forward(self, *given)
 
-    training.forward_backward, PackedLinear.forward = trains, dying  # type: ignore[method-assign]
+    loop.train_step, PackedLinear.forward = noted, failing  # type: ignore[method-assign]
 
 
 def rounding_what_travels(rank: int) -> None:
@@ -110,45 +87,33 @@ def trained(checkpoint: Path) -> dict[str, torch.Tensor]:
     return load_file(checkpoint / "model" / "model.safetensors") | moments | lagged
 
 
-def own_bytes(said: str) -> tuple[int, int]:
-    """What rank 0 says that it keeps, and of how much."""
-    (found,) = re.findall(r"keeps ([\d,]+) of ([\d,]+) bytes", said)
-    kept, whole = (int(number.replace(",", "")) for number in found)
-    return kept, whole
+def keeps_a_part(said: str) -> bool:
+    ((kept, whole),) = re.findall(r"keeps ([\d,]+) of ([\d,]+) bytes", said)
+    return 0 < int(kept.replace(",", "")) < int(whole.replace(",", ""))
 
 
-@pytest.mark.parametrize("quant", ["nvfp4", "bf16"])
-def test_a_sharded_base_with_exact_makes_one_process_to_the_bit(quant: str, made: Made) -> None:
-    word = f"quant={quant}"
-    folder, ended = made(f"exact-{quant}", 2, word, SHARD, EXACT)
-    assert ended.codes == [0, 0], ended.said
-    assert_equal(made.alone(word), folder)
-    kept, whole = own_bytes(ended.said)
-    assert 0 < kept < whole
-
-
-def test_a_head_that_is_more_than_a_matrix_makes_no_pass_of_its_own(made: Made) -> None:
-    """Gemma 2 has a soft cap behind it, so the head is a copy of the model around no block."""
-    folder = build_checkpoint("gemma2", made.place / "gemma2")
-    words = ("model=hub", f"model.id={folder}", "model.dtype=float32", "quant=int8", "train.micro_batch_tokens=400")
-    of_two, ended = made("two-gemma2", 2, *words, SHARD, EXACT)
-    assert ended.codes == [0, 0], ended.said
-    assert_equal(made.alone(*words), of_two)
+@pytest.mark.parametrize("kind", ["nvfp4", "bf16", "gemma2"])  # the last has a soft cap behind its head
+def test_a_sharded_base_with_exact_makes_one_process_to_the_bit(kind: str, made: Made) -> None:
+    words: tuple[str, ...] = (f"quant={kind}",)
+    if kind == "gemma2":
+        folder = build_checkpoint(kind, made.place / kind)
+        words = ("model=hub", f"model.id={folder}", "model.dtype=float32", "quant=int8", "train.micro_batch_tokens=400")
+    folder, ended = made(f"exact-{kind}", 2, *words, SHARD, EXACT)
+    assert ended.codes == [0, 0] and keeps_a_part(ended.said), ended.said
+    assert_equal(made.alone(*words), folder)
 
 
 @pytest.mark.parametrize(
     ("size", "words"),
     [
-        (2, ("quant=nvfp4",)),
-        (3, ("quant=nvfp4", "train.recompute=full")),  # 32 and 64 rows: one rank has fewer
+        (3, ("quant=nvfp4", "train.recompute=full")),  # rows of which one rank has fewer
         (2, ("quant=nf4", "model.hidden_size=64", "train.recompute=selective")),
-        (2, ("quant=int8", "lora.targets=[q_proj]")),  # the first block's input has no gradient, nor do some layers
-        (2, ("quant=bf16", "lora.train_norms=true", "kl.coef=0.1")),
+        (2, ("quant=int8", "lora.targets=[q_proj]", "lora.train_norms=true", "kl.coef=0.1")),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
+    ids=["nvfp4", "nf4", "int8"],
 )
 def test_ranks_that_keep_a_part_each_train_as_one_process(size: int, words: tuple[str, ...], made: Made) -> None:
-    folder, ended = made(re.sub(r"\W", "-", "-".join([str(size), *words])), size, *words, SHARD)
+    folder, ended = made(f"near-{words[0][6:]}", size, *words, SHARD)
     assert {*ended.codes} == {0}, ended.said
     alone = made.alone(*(word for word in words if not word.startswith("train.recompute")))
     assert (folder / "rollouts.jsonl").read_text() == (alone / "rollouts.jsonl").read_text()
@@ -162,19 +127,15 @@ def test_ranks_that_keep_a_part_each_train_as_one_process(size: int, words: tupl
 
 @pytest.mark.parametrize("then", [1, 3])
 def test_training_all_weights_is_that_of_one_process_and_continues_with_any_number(then: int, made: Made) -> None:
-    """A killed run of two ranks, which goes on with `then`, against an uninterrupted one of one process."""
     words = ("quant=bf16", "lora=none", "optim.lr=0.001", "rollout.lag=1")
-    name = f"full-{then}"
-    folder, ended = made(name, 2, *words, SHARD, sabotage=partial(kill_in_step_3, 1))
+    folder, ended = made(f"full-{then}", 2, *words, SHARD, sabotage=partial(kill_in_step_3, 1))
     assert ended.codes == [1, -signal.SIGKILL] and ended.said.count("another process has ended") == 1, ended.said
-    kept, whole = own_bytes(ended.said)
-    assert 0 < kept < whole
-    folder, ended = made(name, then, *words, SHARD)
+    assert keeps_a_part(ended.said)
+    folder, ended = made(f"full-{then}", then, *words, SHARD)
     assert {*ended.codes} == {0}, ended.said
     alone = made.alone(*words)
     assert (folder / "rollouts.jsonl").read_text() == (alone / "rollouts.jsonl").read_text()
     for expected, found in zip(records(alone), records(folder), strict=True):
-        assert found["kind"] == expected["kind"]
         for key in {"reward/mean", "grad_norm", "entropy", "loss"} & expected.keys():
             assert found[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), key
     for step in (2, 4):
@@ -184,28 +145,19 @@ def test_training_all_weights_is_that_of_one_process_and_continues_with_any_numb
             torch.testing.assert_close(found[key], expected[key], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("sabotage", [partial(kill_in_step_3, 1), killed_between_blocks], ids=["step", "block"])
-def test_a_rank_that_dies_ends_all_in_words_and_any_number_continues(sabotage: Any, made: Made) -> None:
-    name = "dies-in-" + ("step" if isinstance(sabotage, partial) else "block")
-    folder, ended = made(name, 2, SHARD, EXACT, sabotage=sabotage)
-    assert ended.codes == [1, -signal.SIGKILL], ended.said
-    assert ended.said.count("another process has ended") == 1 and "Traceback" not in ended.said
+@pytest.mark.parametrize("what", ["killed", "short"])
+def test_a_rank_that_ends_inside_a_pass_ends_all_in_words_and_any_number_continues(what: str, made: Made) -> None:
+    folder, ended = made(what, 2, SHARD, EXACT, sabotage=partial(in_a_pass, what))
+    assert ended.codes == [1, -signal.SIGKILL if what == "killed" else 1], ended.said
+    said = "another process has ended" if what == "killed" else "or more processes: Tried to allocate 2.00 GiB"
+    assert ended.said.count(said) == 1 and "Traceback" not in ended.said, ended.said
     assert not (folder / "done.json").exists()
-    folder, ended = made(name, 1 if isinstance(sabotage, partial) else 3, SHARD, EXACT)
+    folder, ended = made(what, 3 if what == "killed" else 1, SHARD, EXACT)
     assert {*ended.codes} == {0}, ended.said
     assert_equal(made.alone("quant=nvfp4"), folder)
 
 
-def test_memory_that_runs_out_inside_a_pass_ends_all_with_a_remedy(made: Made) -> None:
-    folder, ended = made("short", 2, SHARD, EXACT, sabotage=partial(short_inside_a_pass, 3))
-    assert ended.codes == [1, 1], ended.said
-    assert "Tried to allocate 2.00 GiB" in ended.said and "Traceback" not in ended.said
-    folder, ended = made("short", 2, SHARD, EXACT)
-    assert ended.codes == [0, 0], ended.said
-    assert_equal(made.alone("quant=nvfp4"), folder)
-
-
-def test_codes_and_scales_that_would_be_rounded_on_the_way_stop_the_run(made: Made) -> None:
+def test_weights_that_would_be_rounded_on_the_way_stop_the_run(made: Made) -> None:
     _, ended = made("rounded", 2, "quant=bf16", SHARD, sabotage=rounding_what_travels)
     assert ended.codes == [1, 1] and ended.said.count("other bytes than before it was cut") == 1, ended.said
 
@@ -213,21 +165,21 @@ def test_codes_and_scales_that_would_be_rounded_on_the_way_stop_the_run(made: Ma
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        (("engine=vllm",), "engine=hf"),
-        (("lora=none", "quant=bf16", EXACT), "parallel.exact=false"),
-        (("lora=none", "quant=bf16", "train.autocast=true"), "train.autocast=false"),
-        (("lora=none", "quant=bf16", "optim.optimizer=adamw_8bit"), "optim.optimizer=adamw"),
-        (("lora.experts=true",), "lora.experts=false"),
-        (("kernel=block",), "kernel=auto"),
-        (("noise.where=adapters",), "noise.where=norms"),
-        (("rollout.merge=true",), "rollout.merge=false"),
-        (("rollout.quant=mxfp4",), "rollout.quant"),
-        (("eval.quant=bf16",), "eval.quant"),
-        (("eval.also=[bf16]",), "eval.also"),
+        ("engine=vllm", "engine=hf"),
+        ("quant=bf16 lora=none parallel.exact=true", "parallel.exact=false"),
+        ("quant=bf16 lora=none train.autocast=true", "train.autocast=false"),
+        ("quant=bf16 lora=none optim.optimizer=adamw_8bit", "optim.optimizer=adamw"),
+        ("lora.experts=true", "lora.experts=false"),
+        ("kernel=block", "kernel=auto"),
+        ("noise.where=adapters", "noise.where=norms"),
+        ("rollout.merge=true", "rollout.merge=false"),
+        ("rollout.quant=mxfp4", "rollout.quant"),
+        ("eval.quant=bf16", "eval.quant"),
+        ("eval.also=[bf16]", "eval.also"),
     ],
 )
-def test_what_reads_a_whole_base_is_refused_with_a_remedy(words: tuple[str, ...], remedy: str) -> None:
-    given = ["experiment=smoke", "device=cpu", *(() if "quant=bf16" in words else ("quant=nvfp4",)), *words]
+def test_what_reads_a_whole_base_is_refused_with_a_remedy(words: str, remedy: str) -> None:
+    given = ["experiment=smoke", "device=cpu", "quant=nvfp4", *words.split()]
     build(compose(given))
     with pytest.raises(ConfigError, match=rf"parallel\.shard=true .*{re.escape(remedy)}"):
         build(compose([*given, SHARD]))

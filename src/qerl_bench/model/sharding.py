@@ -4,10 +4,9 @@ FSDP2 (`torch.distributed.fsdp.fully_shard`) cuts, gathers and frees. Cut are th
 codes and scales of packed ones travel as they are, without a MixedPrecisionPolicy, which would round scales. Each rank
 keeps the rest whole: embeddings, head, norms, biases and adapters. Noise writes to norms, and sampling reads the head.
 
-A gather takes all ranks, and they pass through the model unequally often, since they take portions of prompts when
-they are done. So each says what it does next, and one without a pass of its own joins in gathering for the others
-(torch.distributed.algorithms.Join does that for DDP alone). Left out: loading in parts. A rank loads the whole base,
-and frees the others' parts once the checks of it have passed.
+A gather takes all ranks, and they pass through the model unequally often. So each says what it does next, and one
+without a pass joins in gathering for the others, as torch.distributed.algorithms.Join does for DDP. Left out: loading
+in parts; a rank frees the others' once the checks of the whole base have passed.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from qerl_bench.lora.base import Adapter
 from qerl_bench.parallel import ParallelSpec
-from qerl_bench.train.spec import RolloutSpec, TrainSpec
+from qerl_bench.train.spec import Specs
 from qerl_core.checks import require
 
 
@@ -20,41 +20,25 @@ def check_exact(parallel: ParallelSpec, engine: str, lora: Adapter) -> None:
     )
 
 
-def check_shard(
-    parallel: ParallelSpec,
-    engine: str,
-    lora: Adapter,
-    kernel: str,
-    noise_on: str,
-    optimizer: str,
-    train: TrainSpec,
-    rollout: RolloutSpec,
-    others: Sequence[str],
-) -> None:
-    """Raise ConfigError if something reads the base other than block by block in a pass.
+def check_shard(specs: Specs, engine: str, kernel: str, others: Sequence[str]) -> None:
+    """Raise ConfigError if something reads a sharded base other than block by block in a pass.
 
-    `noise_on` is noise.where; `others` are the keys that ask for a second base.
+    `others` are the keys that ask for a second base.
     """
-    if not parallel.shard:
-        return
+    parallel, train, full = specs.parallel, specs.train, specs.lora.rank == 0
     reasons = {
-        f"engine={engine} holds a base of its own, whole. Use engine=hf": engine != "hf",
-        "parallel.exact=true wants one order of sums, and FSDP2 has its own. Use parallel.exact=false": (
-            parallel.exact and lora.rank == 0
-        ),
-        "optim.optimizer=adamw_8bit has states of whole weights. Use optim.optimizer=adamw": (
-            lora.rank == 0 and optimizer != "adamw"
-        ),
-        "train.autocast=true keeps rounded copies of whole weights. Use train.autocast=false": train.autocast,
-        "lora.experts=true adapts experts, which are not cut. Use lora.experts=false": getattr(lora, "experts", False),
-        "kernel=block joins weights of a block to one. Use kernel=auto": kernel == "block",
-        "noise.where=adapters measures the weights of the base. Use noise.where=norms": noise_on == "adapters",
-        "rollout.merge=true rounds the weights of the base again. Use rollout.merge=false": rollout.merge,
-        f"{' and '.join(others)} would make a second base, whole. Leave out what differs from training, and evaluate "
-        "the finished run without torchrun": bool(others),
+        f"engine={engine} holds a whole base. Use engine=hf": engine != "hf",
+        "FSDP2 adds up gradients in its own order. Use parallel.exact=false": full and parallel.exact,
+        "adamw_8bit has states of whole weights. Use optim.optimizer=adamw": full and specs.optim.optimizer != "adamw",
+        "train.autocast=true keeps copies of whole weights. Use train.autocast=false": train.autocast,
+        "experts are not cut. Use lora.experts=false": getattr(specs.lora, "experts", False),
+        "kernel=block joins weights. Use kernel=auto": kernel == "block",
+        "noise.where=adapters measures whole weights. Use noise.where=norms": specs.noise.where == "adapters",
+        "rollout.merge=true rounds whole weights. Use rollout.merge=false": specs.rollout.merge,
+        f"{' and '.join(others)} makes a second base, whole. Leave it out, and evaluate the finished run without "
+        "torchrun": bool(others),
     }
-    for reason, holds in reasons.items():
+    for reason in [reason for reason, holds in reasons.items() if parallel.shard and holds]:
         require(
-            not holds,
-            f"parallel.shard=true leaves a part of the base to each process, and {reason}, or parallel.shard=false",
+            False, f"parallel.shard=true leaves each process a part of the base, and {reason}; or parallel.shard=false"
         )

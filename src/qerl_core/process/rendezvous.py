@@ -32,9 +32,8 @@ def arrived() -> tuple[Any, int, int]:
                 raise
     except (RuntimeError, ConnectionError) as error:
         raise TrainingStopped(
-            f"process {os.environ['RANK']} does not reach process 0 at {place} within {LIMIT_S:g} s, or no longer. All "
-            "machines must reach that address: see what torchrun printed there, and give it one of a network that they "
-            "share, --rdzv-endpoint HOST:PORT --local-addr ADDRESS"
+            f"process {os.environ['RANK']} does not reach process 0 at {place} within {LIMIT_S:g} s, or no longer: see "
+            "what torchrun printed there, or give an address that all machines reach, --rdzv-endpoint HOST:PORT"
         ) from error
     if lacking:
         raise TrainingStopped(
