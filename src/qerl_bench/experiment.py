@@ -48,6 +48,7 @@ from qerl_bench.quant.error_decomposition import write_layers
 from qerl_bench.quant.kv_kinds import kv_record
 from qerl_bench.run_setup import Setup, on_base_of, prepare_device, require_places, set_up
 from qerl_bench.task.graded import all_checked
+from qerl_bench.train import trainer_state
 from qerl_bench.train.batch import demonstration_batch, rollout_batch
 from qerl_bench.train.collapse import collapse
 from qerl_bench.train.data_parallel import require_equal_weights
@@ -57,7 +58,6 @@ from qerl_bench.train.no_signal import no_signal_message
 from qerl_bench.train.nonfinite import blaming
 from qerl_bench.train.recorded_passes import recorded_passes
 from qerl_bench.train.rollout_records import TokenColumns, kept_records
-from qerl_bench.train.trainer_state import checkpoints_to_come, is_saved, load_checkpoint, save_checkpoint
 from qerl_bench.train.update import make_optimizer, update
 from qerl_core.checks import TrainingStopped
 from qerl_core.metrics import compute
@@ -121,7 +121,7 @@ def run_steps(setup: Setup, config: dict[str, Any]) -> None:
     state.size, state.passes = planned_before(run), recorded_passes(experiment, policy)
     lag = Lag(policy.trainable, experiment.rollout.lag)
     if first > 0:
-        load_checkpoint(experiment.run_dir, run, policy, optimizer, lag, state)
+        trainer_state.load_checkpoint(experiment.run_dir, run, policy, optimizer, lag, state)
         log.info("continuing after step %d", first)
     require_equal_weights(policy.model, world)
     make_mirror = experiment.logger.mirror if world.first else no_mirror
@@ -154,13 +154,14 @@ def run_steps(setup: Setup, config: dict[str, Any]) -> None:
                     log_validation(run, mirror, step, validate(setup, step))
                 state.shortages.agree(world)
                 signum = noted.on_any(world.gather)
-                if is_saved(experiment, step) or signum:
+                if trainer_state.is_saved(experiment, step) or signum:
                     require_equal_weights(policy.model, world)
+                    kept = trainer_state.gather_trained(policy, optimizer, lag, world.first)
                     if world.first:
                         with memory_for("checkpoint"), run.checkpoint(step) as folder:
-                            save_checkpoint(folder, experiment, policy, optimizer, lag, state, run, step)
+                            trainer_state.save_checkpoint(folder, experiment, policy, kept, lag, state, run, step)
                         drop_checkpoints(experiment.checkpoints.keep, run)
-                        run.foresee_room(checkpoints_to_come(experiment, step))
+                        run.foresee_room(trainer_state.checkpoints_to_come(experiment, step))
                 if signum:
                     raise stop_by(signum)
             if signum := noted.on_any(world.gather):  # which came while the last step was saved

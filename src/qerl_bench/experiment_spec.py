@@ -28,6 +28,7 @@ from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.reward.base import RewardSource
 from qerl_bench.task.base import Task
 from qerl_bench.task.graded import check_reward
+from qerl_bench.train.parallel_checks import check_exact, check_shard
 from qerl_bench.train.rollout_checks import check_merging, check_sampler
 from qerl_bench.train.spec import CheckpointSpec, OptimSpec, RolloutSpec, TrainSpec
 from qerl_bench.train.trained_weights import check_trained_weights
@@ -104,8 +105,11 @@ class Experiment:
             self.quant, self.quantizer, self.lora, self.model, self.train, self.algo, self.kl, self.noise.where
         )
         self._check_algorithm()
-        self._check_parallel()
+        check_exact(self.parallel, self.engine.name, self.lora)
         self._check_other_formats()
+        copies = {"rollout.quant": self.sampled, "eval.quant": self.answering, "eval.also": self.also_answering}
+        others = [key for key, copy in copies.items() if copy and copy is not self]
+        check_shard(self, self.engine.name, self.kernel, others)
         self._check_evaluations()
         shape = self.model.config() or {}
         self._check_lengths(context_of(shape))
@@ -145,15 +149,6 @@ class Experiment:
             self.aqn.name == "none",
             f"aqn={self.aqn.name} adds noise to the rollout, and algo={self.algo.name} trains on demonstrations. Use "
             "aqn=none",
-        )
-
-    def _check_parallel(self) -> None:
-        """Bits can be equal on any number of GPUs only if nothing but the draws is random."""
-        require(
-            not self.parallel.exact or (self.engine.name != "vllm" and self.lora.dropout == 0),
-            "parallel.exact=true makes a run on several GPUs equal to the bit to one on a single GPU, which vLLM and "
-            f"dropout prevent: use engine=hf and lora.dropout=0, got engine={self.engine.name}, "
-            f"lora.dropout={self.lora.dropout}; or leave parallel.exact=false",
         )
 
     def _check_other_formats(self) -> None:

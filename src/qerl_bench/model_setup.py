@@ -131,7 +131,7 @@ def build_policy(experiment: Experiment, base: Path | None, device: str, like: P
             structure,
             build_noise(experiment, model, structure, layers) if like is None else like.noise,
             adapter,
-            kernel=experiment.kernel,
+            kernel="modules" if experiment.parallel.shard and experiment.kernel == "auto" else experiment.kernel,
             packing=train.packing,
             train_norms=experiment.lora.train_norms and like is None,
             template=spec.template,

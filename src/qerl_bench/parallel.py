@@ -1,8 +1,9 @@
 """One run on several GPUs: the processes that torchrun starts, called ranks, and what they tell each other.
 
-Every rank holds the whole packed base and makes every step. They share out the sampling, the grading and the backward
-passes of a step, and give each other the results, so that each computes the same advantages, metrics and update. Rank 0
-writes the run; the others write to a folder that is deleted. An evaluation of a finished run is shared in the same way.
+Every rank makes every step, with the whole base or a part of it (`model/sharding.py`). They share out the sampling, the
+grading and the backward passes of a step, and give each other the results, so that each computes the same advantages,
+metrics and update. Rank 0 writes the run; the others write to a folder that is deleted. An evaluation of a finished run
+is shared in the same way.
 
 A run in one process is a `World` of size 1, whose operations do nothing, without torch.distributed.
 """
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from qerl_core.checks import ConfigError, TrainingStopped, check_fields, flag, require
 from qerl_core.process.inherited import PLACE, is_of_launcher
+from qerl_core.process.rendezvous import arrived
 from qerl_core.process.termination import Terminated
 
 if TYPE_CHECKING:
@@ -39,9 +41,10 @@ class ParallelSpec:
     """How the ranks of a run share its work."""
 
     exact: bool
+    shard: bool
 
     def __post_init__(self) -> None:
-        check_fields(self, "parallel", exact=flag)
+        check_fields(self, "parallel", exact=flag, shard=flag)
 
 
 class RankLost(TrainingStopped):
@@ -142,14 +145,14 @@ class Ranks(World):
 
     def __init__(self, scratch: Path) -> None:
         import torch.distributed as distributed
-        from torch.distributed.rendezvous import rendezvous
 
-        store, self.rank, self.size = next(rendezvous("env://"))
+        store, self.rank, self.size = arrived()
         self._wait_s = timedelta(seconds=ANSWER_LIMIT_S)
         distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=self._wait_s)
         self._distributed, self._store, self._scratch = distributed, store, scratch
         self._nccl: Any = None
         self._takes = 0
+        self.before_meeting: Callable[[object], None] = lambda value: None  # with a sharded base: `Passes`
         if not self.first:
             self.words = (f"hydra.run.dir='{scratch}'",)
 
@@ -157,20 +160,31 @@ class Ranks(World):
         return run_dir if self.first else self._scratch / "run"
 
     def gather(self, value: T) -> list[T]:
+        self.before_meeting(value)
         values: list[Any] = [None] * self.size
-        with self._answer():
+        with self.answer():
             self._distributed.all_gather_object(values, value)
         return values
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        group = self._group_of(tensor)
-        with self._answer():
+        self.before_meeting(None)
+        group = self.group_of(tensor.device)
+        with self.answer():
             self._distributed.all_reduce(tensor, group=group)
         return tensor
 
+    def largest_of(self, number: int) -> int:
+        """The largest `number` of all ranks, asked for on the way to a meeting."""
+        import torch
+
+        with self.answer():
+            self._distributed.all_reduce(most := torch.tensor(number), op=self._distributed.ReduceOp.MAX)
+        return int(most)
+
     def gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        group, tensors = self._group_of(tensor), [tensor.new_empty(tensor.shape) for _ in range(self.size)]
-        with self._answer():
+        self.before_meeting(None)
+        group, tensors = self.group_of(tensor.device), [tensor.new_empty(tensor.shape) for _ in range(self.size)]
+        with self.answer():
             self._distributed.all_gather(tensors, tensor, group=group)
         return tensors
 
@@ -181,12 +195,12 @@ class Ranks(World):
             yield number
 
     def _next(self, counter: str) -> int:
-        with self._answer():
+        with self.answer():
             return self._store.add(counter, 1) - 1
 
-    def _group_of(self, tensor: torch.Tensor) -> Any:
+    def group_of(self, device: torch.device) -> Any:
         """None, which is gloo, for tensors of the CPU; NCCL for those of a GPU, after all ranks have arrived."""
-        if not tensor.is_cuda:
+        if device.type != "cuda":
             return None
         self.gather(None)
         if self._nccl is None:
@@ -194,7 +208,7 @@ class Ranks(World):
         return self._nccl
 
     @contextmanager
-    def _answer(self) -> Iterator[None]:
+    def answer(self) -> Iterator[None]:
         """Context of a request to other ranks. Raises RankLost if one does not answer."""
         started = time.monotonic()
         try:

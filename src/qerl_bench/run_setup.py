@@ -28,9 +28,11 @@ from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import preflight
 from qerl_bench.model.reference_model import Origin
 from qerl_bench.model.rounded import unrounded
+from qerl_bench.model.sharding import shard
 from qerl_bench.model_setup import base_checkpoint, build_policy
-from qerl_bench.parallel import ALONE, World
+from qerl_bench.parallel import ALONE, Ranks, World
 from qerl_bench.quant.base import WeightFormat
+from qerl_bench.train.data_parallel import require_equal_inputs, require_equal_weights
 from qerl_bench.train.trainer_state import TrainerState
 from qerl_core.checks import require
 from qerl_core.process.device import device_name, multiplies_bf16, resolve_device
@@ -94,11 +96,17 @@ def require_places(experiment: Experiment, world: World, trains: bool = True) ->
         "processes of torchrun has one: use engine.tensor_parallel_size=1, or leave torchrun out",
     )
     names = world.gather(device_name(experiment.device))
-    exact = trains and experiment.parallel.exact
+    exact, measured = trains and experiment.parallel.exact, experiment.train.micro_batch_tokens is None
     require(
-        not (exact and experiment.train.micro_batch_tokens is None and "cpu" not in names),
+        not (exact and measured and "cpu" not in names),
         "parallel.exact=true needs the micro-batches of a run on one GPU, and train.micro_batch_tokens=null makes them "
         "fit the memory that is free: give a number, the same in both runs",
+    )
+    cut = trains and experiment.parallel.shard and experiment.lora.rank == 0
+    require(
+        not (cut and measured and "cpu" not in names),
+        "parallel.shard=true with lora=none needs all processes for each pass, and train.micro_batch_tokens=null would "
+        "measure passes of one: give a number, at least the tokens of the longest prompt and completion",
     )
     listed = ", ".join(f"process {rank} has {name}" for rank, name in enumerate(names))
     require(
@@ -123,9 +131,11 @@ def set_up(
     with phase("digest of the base weights"):
         digest = digest_of(experiment.model, base)
     origin = record_of(base)
-    recorded = trains and world.first
-    inputs = inputs_of(experiment, base or experiment.model.folder(), origin) if recorded else None
-    run.write_environment(device, digest, experiment.model.remote_code(), world.size, origin, inputs)
+    inputs = inputs_of(experiment, base or experiment.model.folder(), origin) if trains else {}
+    given = {f"the option {name}": repr(value) for name, value in vars(experiment).items() if name != "root"}
+    require_equal_inputs(given | inputs | {"the base weights": str(digest)}, world)
+    recorded = inputs if trains and world.first else None
+    run.write_environment(device, digest, experiment.model.remote_code(), world.size, origin, recorded)
     if origin is not None and (rounded := rounding_notice(origin)):
         log.info(rounded)
     if device == "cpu" and experiment.model.dtype == "bfloat16" and multiplies_bf16() is False:
@@ -142,9 +152,14 @@ def set_up(
                 run.write("calibration.json", json.dumps(policy.calibration, indent=1))
             policy.name_base(name_of_base(experiment.model), digest, base or experiment.model.folder())
             where, state = f"model={experiment.model.name}", TrainerState()
+            policy.is_sharded = experiment.parallel.shard and isinstance(world, Ranks)
             built = around.enter_context(checked_engine(experiment, engine, policy, state, base, where, run))
         if policy.merging is not None:
             policy.merging.on = experiment.train.merge != "none"  # of what is checked, base and adapter are apart
+        if policy.is_sharded and isinstance(world, Ranks):
+            require_equal_weights(policy.model, world)
+            with memory_for("setup"):
+                shard(policy, where, world)
         shared = SharedEngine(built, world, experiment.parallel.exact)
         yield Setup(experiment, policy, built if world.size == 1 and not shared.exact else shared, run, state, world)
 

@@ -48,7 +48,7 @@ PLACES = {  # phase: the function that runs out of memory, and the one inside of
     "sampling": ("qerl_bench.engine.hf", "HFEngine._sample", ("qerl_bench.experiment", "train_step", 2)),
     "training": ("qerl_bench.train.update", "forward_backward", ("qerl_bench.experiment", "train_step", 2)),
     "evaluation": ("qerl_bench.engine.hf", "HFEngine._sample", ("qerl_bench.experiment", "evaluate", 2)),
-    "saving": ("qerl_bench.experiment", "save_checkpoint", None),
+    "saving": ("qerl_bench.train.trainer_state", "save_checkpoint", None),
 }
 HOW = ("raised once", "raised from there on", "taken by another process")
 NO_MEMORY = "no memory is left"

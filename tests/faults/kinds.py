@@ -528,7 +528,7 @@ PHASES = {  # place: module, function, and the call of it that fails
     "the first evaluation": ("qerl_bench.engine.hf", "HFEngine._sample", 1),
     "sampling": ("qerl_bench.engine.hf", "HFEngine._sample", 4),
     "the backward pass": ("qerl_bench.train.update", "forward_backward", 3),
-    "a checkpoint": ("qerl_bench.experiment", "save_checkpoint", 2),
+    "a checkpoint": ("qerl_bench.train.trainer_state", "save_checkpoint", 2),
 }
 GOES_ON = ("the first evaluation", "sampling", "the backward pass")  # in smaller pieces
 

@@ -44,7 +44,8 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
     socket.send_fds(link, [json.dumps(told).encode()], passed)
     code = int(link.recv(16))
 if code < 0:
-    signal.signal(-code, signal.SIG_DFL)
+    if code != -signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """

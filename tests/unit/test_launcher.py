@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from hydra_plugins.process_launcher.launcher import ProcessLauncher
-from qerl_bench import experiment as loop
 from qerl_bench.__main__ import main
 from qerl_bench.sweep import processes
+from qerl_bench.train import trainer_state
 from qerl_core.checks import ConfigError
 from qerl_core.process import termination
 from qerl_core.process.arguments import whole
@@ -358,13 +358,13 @@ def test_ctrl_c_while_a_model_is_made_is_a_line(
 def test_a_signal_while_the_last_step_is_saved_ends_the_run_before_its_evaluation(
     make_config: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = loop.save_checkpoint
+    saved = trainer_state.save_checkpoint
 
     def signalled(*given: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         saved(*given)
 
-    monkeypatch.setattr(loop, "save_checkpoint", signalled)
+    monkeypatch.setattr(trainer_state, "save_checkpoint", signalled)
     words = ("steps=1", "eval.questions=2", "eval.samples=1", "task.max_completion_tokens=8")
     with pytest.raises(Terminated, match="SIGTERM"):
         steps_of(make_config, tmp_path, "run", *words)

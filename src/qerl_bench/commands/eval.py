@@ -131,7 +131,7 @@ def reevaluate(
     The record is in `out`; nothing is done if that is complete. Raises ConfigError if the evaluation is not possible.
     All ranks of `world` call this; rank 0 writes the record.
     """
-    trained, protocol = (build(without_training(one)) for one in (stored, cfg))
+    trained, protocol = (build(without_training(one, world.size == 1)) for one in (stored, cfg))
     if not (trained.quantizer.rescales or protocol.answering.quantizer.rescales):  # one copy of the base will do
         quant, quantizer = (OmegaConf.select(cfg, f"eval.{key}") for key in ("quant", "quantizer"))
         trained, protocol = (one.in_format("eval.quant", quant, quantizer=quantizer) for one in (trained, protocol))

@@ -228,7 +228,8 @@ class HFEngine:
         requests = [(prompt, sample) for prompt in prompts for sample in samples]
         keys = [request_key(sampling, prompt, sample) for prompt, sample in requests]
         lengths = [length for prompt in prompts for length in exact_lengths(prompt, samples, sampling)]
-        with torch.inference_mode(), self.policy.kv.sampling(at_pages=True):
+        inference = torch.inference_mode(not self.policy.is_sharded)  # whose tensors could not be trained with
+        with inference, torch.no_grad(), self.policy.kv.sampling(at_pages=True):
             if self.sampler is None:
                 completions = hf_reference.decode(self.policy, prompt_ids, sampling, keys, lengths)
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from qerl_bench.model.cut_tensors import REASON as SHARDED
 from qerl_bench.model.keys_values import REASON as KV_ROUNDED
 from qerl_bench.model.lm_head import decoder_of
 from qerl_bench.model.merging import REASON as MERGED
@@ -43,6 +44,8 @@ def eager_reason(policy: Policy) -> str | None:
     config: Any = decoder_of(policy.model).config
     if not policy.fused:
         return "without fused kernels sampling is the reference"
+    if policy.is_sharded:
+        return SHARDED
     if policy.merging is not None:
         return MERGED
     if policy.kv.kinds.samples_rounded:

@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from qerl_bench.aqn.injector import NoiseInjector, compute_in_float32
 from qerl_bench.model.attention import enable_attention
 from qerl_bench.model.block import fuse_blocks
+from qerl_bench.model.cut_tensors import own_parts
 from qerl_bench.model.kernels import choose_kernels, why_not_fused, why_not_fused_blocks
 from qerl_bench.model.keys_values import KVRounding
 from qerl_bench.model.lm_head import TokenStats, decoder_of, head_of, token_stats
@@ -102,6 +103,7 @@ class Policy:
         self.base = "a base without a name"
         self.digest: str | None = None  # of its weights
         self.folder: Path | None = None  # where these are; None for weights made from a seed
+        self.is_sharded = False  # or will be: `model/sharding.py`
         self.base_scales = _trainable_copies(self.norms.values()) if train_norms else []  # the scales of the base
         self.packed_share = packed_share(model)
         self.device = next(model.parameters()).device
@@ -227,8 +229,8 @@ class Policy:
         if self.adapter is not None:
             self.adapter.peft_config["default"].base_model_name_or_path = name
 
-    def save(self, folder: Path) -> None:
-        """Write what is trained: `adapter/` in PEFT's format and trained norms, or the whole model to `model/`."""
+    def save(self, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
+        """Write what is trained: `adapter/` in PEFT's format and trained norms, or the model to `model/`."""
         if self.adapter is not None:
             self.adapter.save_pretrained(str(folder / "adapter"), save_embedding_layers=False)
             (folder / "adapter" / "README.md").write_text(CARD.format(base=self.base))  # PEFT's says no more
@@ -237,7 +239,7 @@ class Policy:
                 save_file(scales, folder / "norms.safetensors")
         else:
             # Under the model's own names, which `load` reads back; a checkpoint's may differ.
-            self.model.save_pretrained(str(folder / "model"), save_original_format=False)
+            self.model.save_pretrained(str(folder / "model"), state_dict=weights, save_original_format=False)
             self.tokenizer.save_pretrained(str(folder / "model"))
 
     def load(self, folder: Path) -> None:
@@ -258,7 +260,7 @@ class Policy:
         else:
             shards = sorted((folder / "model").glob("*.safetensors"))  # one file, or several for a large model
             state = {name: tensor for shard in shards for name, tensor in _tensors(shard).items()}
-            missing, unexpected = self.model.load_state_dict(state, strict=False)
+            missing, unexpected = self.model.load_state_dict(own_parts(state, self.model.state_dict()), strict=False)
             wrong = [*unexpected, *sorted({*missing} - {"lm_head.weight"})]
             require(not wrong, f"{folder / 'model'} has not the tensors of this model ({', '.join(wrong[:3])})")
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from qerl_bench.quant.base import BlockFormat, WeightFormat
-from qerl_bench.quant.packed_weight import PackedWeight
+from qerl_bench.quant.packed_weight import PackedWeight, is_sharded, stored
 from qerl_core.checks import naming
 from qerl_kernels import decode, layout, projection
 from qerl_kernels.dequantize import dequantize
@@ -50,8 +50,8 @@ def resident_kernel_weight(
     """The weight in the kernels' layout, from the buffers of `module`; None without `offset`: it is not resident."""
     if offset is None:
         return None
-    words, scales = (module._buffers[name] for name in KERNEL_BUFFERS)
-    assert words is not None and scales is not None and weight_format.kernel_layout is not None
+    words, scales = map(stored(module).__getitem__, KERNEL_BUFFERS)
+    assert weight_format.kernel_layout is not None
     return layout.KernelWeight(weight_format.kernel_layout, shape, words, scales, offset)
 
 
@@ -105,8 +105,7 @@ class PackedLinear(torch.nn.Linear):
 
     def packed(self) -> dict[str, torch.Tensor]:
         """The packed tensors by their checkpoint names, restored from the kernels' layout if that is resident."""
-        resident = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
-        kernel_weight = self.kernel_weight
+        resident, kernel_weight = stored(self), self.kernel_weight
         if kernel_weight is None:
             return resident
         return layout.unpack(kernel_weight) | {name: resident[name] for name in resident if name not in KERNEL_BUFFERS}
@@ -228,7 +227,8 @@ class PackedLinear(torch.nn.Linear):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self.row_scales = [(slice(None), self.weight_format.output_scale(self.packed()))]
+        if not is_sharded(self):  # then only what is trained is read
+            self.row_scales = [(slice(None), self.weight_format.output_scale(self.packed()))]
 
 
 def _down(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
@@ -284,9 +284,11 @@ def resident_bytes(layer: torch.nn.Module) -> int:
 def operands_kept(model: torch.nn.Module) -> Iterator[None]:
     """Inside, packed layers on a CPU rebuild their weight once and keep it in 16 or 32 bits, and not in every call.
 
-    A model of billions of weights would take minutes to rebuild them for each token. On a GPU nothing is kept.
+    A model of billions of weights would take minutes to rebuild them for each token. On a GPU nothing is kept, nor of
+    a sharded base.
     """
-    layers = [one for one in model.modules() if isinstance(one, PackedLinear) and one.weight.device.type == "cpu"]
+    packed = [one for one in model.modules() if isinstance(one, PackedLinear) and not is_sharded(one)]
+    layers = [one for one in packed if one.weight.device.type == "cpu"]
     try:
         for layer in layers:
             layer._kept = {}

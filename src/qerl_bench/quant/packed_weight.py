@@ -1,12 +1,39 @@
-"""What stands in the place of the weight of a packed layer, for code that looks at it."""
+"""What stands in the place of the weight of a packed layer, for code that looks at it, and where it lies."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from qerl_core.checks import ConfigError
+
+SHARDED = "sharded"  # the module that holds as parameters what else are buffers of a packed layer
+
+
+def stored(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The packed tensors of `layer` by name: its buffers and, once its base is sharded, its parameters."""
+    parameters = layer.get_submodule(SHARDED)._parameters if is_sharded(layer) else {}
+    return {name: tensor for name, tensor in (layer._buffers | parameters).items() if tensor is not None}
+
+
+def is_sharded(layer: torch.nn.Module) -> bool:
+    return SHARDED in layer._modules
+
+
+def store_as_parameters(layer: torch.nn.Module, left_out: Collection[str]) -> list[torch.nn.Parameter]:
+    """Make the packed tensors of `layer` but `left_out` frozen parameters, which FSDP2 can cut, and return them.
+
+    They belong to a module of their own, since the layer has a property of the name `weight`.
+    """
+    cut = {name: tensor for name, tensor in stored(layer).items() if name not in left_out and tensor.dim() > 0}
+    parameters = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in cut.items()}
+    layer._modules[SHARDED] = holder = torch.nn.Module()
+    holder._parameters.update(parameters)
+    for name in cut:
+        del layer._buffers[name]
+    return [*parameters.values()]
 
 
 class PackedWeightRead(ConfigError):
@@ -24,7 +51,7 @@ class PackedWeight:
     """
 
     def __init__(self, layer: Any) -> None:
-        tensor = next(layer.buffers())
+        tensor = next(iter(stored(layer).values()))
         # PEFT would make its adapter in a dtype of floats
         self.device, self.dtype = tensor.device, torch.uint8 if tensor.is_floating_point() else tensor.dtype
         self.shape = torch.Size((layer.out_features, layer.in_features))

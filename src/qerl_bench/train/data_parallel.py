@@ -7,15 +7,17 @@ length, or where passes share prompts a piece of the order by prompt, so that al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import TypeVar
 
 import torch
 
+from qerl_bench.model.cut_tensors import is_cut, own_part
+from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import World
 from qerl_bench.train.batch import Batch
-from qerl_core.checks import TrainingStopped
+from qerl_core.checks import TrainingStopped, require
 
 Item = TypeVar("Item")
 
@@ -49,11 +51,15 @@ def schedule(micro_batches: Sequence[Item], world: World, exact: bool) -> list[l
 
 
 class GradientSum:
-    """The sum of the gradients of all ranks; for a single rank it is what PyTorch has added up in the parameters."""
+    """The sum of the gradients of all ranks; for a single rank it is what PyTorch has added up in the parameters.
+
+    Those of weights that are cut FSDP2 adds up in each backward pass.
+    """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], world: World, exact: bool) -> None:
-        self.parameters, self.world, self.exact = parameters, world, exact
-        self.sums: list[torch.Tensor | None] = [None] * len(parameters)
+        self.parameters = [parameter for parameter in parameters if not is_cut(parameter)]
+        self.world, self.exact = world, exact
+        self.sums: list[torch.Tensor | None] = [None] * len(self.parameters)
 
     def add(self) -> None:
         """Take the gradients from the parameters and add those of all ranks, with `exact` rank by rank."""
@@ -87,12 +93,52 @@ class GradientSum:
             parameter.grad = None if total is None else total.view_as(parameter).to(parameter.dtype)
 
 
+def missing_passes(policy: Policy, own: int, world: World) -> int:
+    """How many backward passes this rank, which has `own`, lacks for as many as the others make.
+
+    Nothing lacks unless weights are cut and trained: their gradients FSDP2 adds up in each backward pass.
+    """
+    return max(world.gather(own)) - own if any(map(is_cut, policy.trainable)) else 0
+
+
+def pass_without_gradient(policy: Policy) -> None:
+    """A backward pass that adds zeros."""
+    ids, mask = torch.tensor([[0, 0]], device=policy.device), torch.tensor([[False, True]], device=policy.device)
+    (policy.token_stats(ids, mask, 1.0).logprobs.sum() * 0).backward()
+
+
+def norm_of_gradients(parameters: Sequence[torch.nn.Parameter], world: World) -> torch.Tensor:
+    """The norm of the gradients of all `parameters` together, FP32, the same on all ranks."""
+    cut, rest = ([p.grad for p in parameters if p.grad is not None and is_cut(p) == one] for one in (True, False))
+    norm = torch.nn.utils.get_total_norm(rest)
+    if not cut:
+        return norm
+    of_parts = world.add(torch.nn.utils.get_total_norm([own_part(gradient) for gradient in cut]).square())
+    return (norm.square() + of_parts).sqrt()
+
+
+def require_equal_inputs(inputs: Mapping[str, str], world: World) -> None:
+    """Raise ConfigError unless all ranks, on whatever machines, have the same `inputs`: contents or digests by name."""
+    first, *others = world.gather(dict(inputs))
+    for rank, of_rank in enumerate(others, 1):
+        other = [name for name in first | of_rank if first.get(name) != of_rank.get(name)]
+        require(
+            not other,
+            f"{', '.join(other)}: process {rank} has another than process 0. Give all machines the same words, files "
+            "and version of qerl-bench",
+        )
+
+
 def require_equal_weights(model: torch.nn.Module, world: World) -> None:
-    """Raise TrainingStopped unless all ranks have the same parameters and buffers, by the sum of the bytes of each."""
+    """Raise TrainingStopped unless all ranks have the same parameters and buffers, by the sum of the bytes of each.
+
+    Of a sharded base each has other parts, which are left out.
+    """
     if world.size == 1:
         return
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if not name.endswith("inv_freq")]
-    tensors = [*model.named_parameters(), *buffers]  # some rotary frequencies follow the longest sequence so far
+    whole = [(name, tensor) for name, tensor in model.named_parameters() if not is_cut(tensor)]
+    tensors = [*whole, *buffers]  # some rotary frequencies follow the longest sequence so far
     sums = [tensor.detach().contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64) for _, tensor in tensors]
     of_ranks = world.gather(torch.stack([total.cpu() for total in sums]).tolist())
     for (name, _), values in zip(tensors, zip(*of_ranks, strict=True), strict=True):

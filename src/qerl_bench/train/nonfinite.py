@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from qerl_bench.model.block import without_fused_blocks
+from qerl_bench.model.cut_tensors import own_part
 from qerl_bench.model.policy import Policy
 from qerl_bench.train.batch import make_batch
 from qerl_core.checks import TrainingStopped
@@ -41,7 +42,7 @@ class NonFiniteError(Exception):
 def first_in_forward(model: torch.nn.Module, forward: Callable[[], object]) -> str:
     """The first non-finite parameter or buffer; if all are finite, the first non-finite output during `forward`."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_floating_point() and tensor.dtype.itemsize > 1 and not bool(tensor.isfinite().all()):
+        if tensor.is_floating_point() and tensor.dtype.itemsize > 1 and not bool(own_part(tensor).isfinite().all()):
             return f"weight {name}"
     outputs: list[str] = []
 
@@ -66,7 +67,7 @@ def first_in_forward(model: torch.nn.Module, forward: Callable[[], object]) -> s
 def first_in_backward(model: torch.nn.Module) -> str:
     """The first parameter, from the last layer back, whose gradient is not finite."""
     for name, parameter in reversed(list(model.named_parameters())):
-        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+        if parameter.grad is not None and not bool(own_part(parameter.grad).isfinite().all()):
             return f"gradient of {name}"
     return "the norm of all gradients together, which overflowed"
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from qerl_bench.algo.base import LossInputs
+from qerl_bench.model.cut_tensors import REASON as SHARDED
 from qerl_bench.model.kernels import is_small
 from qerl_bench.model.keys_values import REASON as KV_ROUNDED
 from qerl_bench.model.lm_head import TokenStats
@@ -48,6 +49,7 @@ def why_not(specs: Specs, policy: Policy) -> str | None:
         ROUNDED: policy.rounding is not None,
         KV_ROUNDED: policy.kv.kinds.train != NOT_ROUNDED,
         MERGED: policy.merging is not None,
+        SHARDED: policy.is_sharded,
         "the number of tokens of each expert differs": bool(policy.experts),
         f"train.recompute={train.recompute}": train.recompute != "none",
         f"train.updates_per_batch={train.updates_per_batch}": train.updates_per_batch > 1,

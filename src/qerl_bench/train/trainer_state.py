@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from qerl_bench.model.cut_tensors import cut_like, is_cut, whole
 from qerl_bench.model.policy import Policy
 from qerl_bench.train.lag import Lag
 from qerl_bench.train.recorded_passes import RecordedPasses
@@ -67,22 +68,36 @@ def checkpoints_to_come(specs: Specs, step: int) -> int:
     return count if specs.checkpoints.keep is None else min(count, 1)
 
 
+class Trained(NamedTuple):
+    """What is trained, whole on the host where it was cut among ranks, and as it is otherwise."""
+
+    weights: dict[str, torch.Tensor] | None  # of the whole model if it is trained; None if it is the policy's own
+    optimizer: dict[str, Any]
+    lag: list[Any]
+
+
+def gather_trained(policy: Policy, optimizer: torch.optim.Optimizer, lag: Lag, kept: bool) -> Trained:
+    """What a checkpoint holds of trained tensors. All ranks call this together; not `kept` gives empty tensors."""
+    weights = policy.model.state_dict() if any(map(is_cut, policy.trainable)) else None
+    return Trained(whole(weights, kept), whole(optimizer.state_dict(), kept), whole(lag.state(), kept))
+
+
 def save_checkpoint(
     folder: Path,
     specs: Specs,
     policy: Policy,
-    optimizer: torch.optim.Optimizer,
+    trained: Trained,
     lag: Lag,
     state: TrainerState,
     run: RunDir,
     step: int,
 ) -> None:
-    """Fill `folder` with everything that the next step depends on."""
-    policy.save(folder)
-    kept = {"optimizer": optimizer.state_dict(), "torch_rng": torch.get_rng_state(), "noise": policy.noise.state()}
+    """Fill `folder` with everything that the next step depends on; it does not tell how many ranks there were."""
+    policy.save(folder, trained.weights)
+    kept = {"optimizer": trained.optimizer, "torch_rng": torch.get_rng_state(), "noise": policy.noise.state()}
     kept["shortages"] = state.shortages.state()
     if lag.steps:
-        kept["lag"] = lag.state()
+        kept["lag"] = trained.lag
     torch.save(kept, folder / "trainer.pt")
     position = {
         "step": step,
@@ -113,13 +128,19 @@ def load_checkpoint(
         kept: dict[str, Any] = torch.load(folder / "trainer.pt", map_location=policy.device, weights_only=True)
     except UnpicklingError as error:  # more than tensors and numbers, which nothing here has written
         raise ConfigError(f"checkpoint {folder} is damaged: trainer.pt is no checkpoint. {go_back(folder)}") from error
+    trained, moments = policy.trainable, kept["optimizer"]["state"]
+    for number, of_one in moments.items():
+        moments[number] = {name: cut_like(value, trained[number]) for name, value in of_one.items()}
+    for there, here in zip(kept["optimizer"]["param_groups"], optimizer.param_groups, strict=True):
+        there |= {"foreach": here["foreach"]} if "foreach" in here else {}  # of one kind of tensors, or not
     optimizer.load_state_dict(kept["optimizer"])
     torch.set_rng_state(kept["torch_rng"].cpu())
     policy.noise.restore(kept["noise"])
     if state is not None:
         state.shortages.restore(kept.get("shortages"))  # which earlier versions did not write
     if lag is not None:
-        lag.restore(kept.get("lag", []))
+        past = kept.get("lag", [])
+        lag.restore([[cut_like(*pair) for pair in zip(numbers, trained, strict=True)] for numbers in past])
     position = json.loads((folder / "state.json").read_text())
     run.spent_s, run.spent_j = position["wall_s"], position.get("energy_j")
     run.begun = position.get("started")

@@ -20,14 +20,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
+from qerl_bench.model.cut_tensors import is_cut
 from qerl_bench.model.lm_head import require_logprobs
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.train.batch import Batch
-from qerl_bench.train.data_parallel import GradientSum, rank_rows, schedule
+from qerl_bench.train.data_parallel import (
+    GradientSum,
+    missing_passes,
+    norm_of_gradients,
+    pass_without_gradient,
+    rank_rows,
+    schedule,
+)
 from qerl_bench.train.memory_plan import micro_batch_size
 from qerl_bench.train.micro_batches import MicroBatch, carry_over, sample_measured, split
 from qerl_bench.train.micro_pass import MicroBatchResult, forward_backward, loss_error, to_host
@@ -54,7 +63,8 @@ def make_optimizer(policy: Policy, optim: OptimSpec) -> torch.optim.Optimizer:
     kind = torch.optim.AdamW
     if optim.optimizer == "adamw_8bit":
         from bitsandbytes.optim import AdamW8bit as kind  # type: ignore[assignment]
-    return kind(policy.trainable, lr=optim.lr, betas=(BETA1, optim.beta2), weight_decay=optim.weight_decay)
+    options: dict[str, Any] = {"foreach": False} if any(map(is_cut, policy.trainable)) else {}  # kinds cannot be mixed
+    return kind(policy.trainable, lr=optim.lr, betas=(BETA1, optim.beta2), weight_decay=optim.weight_decay, **options)
 
 
 @dataclass(frozen=True)
@@ -172,16 +182,19 @@ def add_gradients(
     total = GradientSum(policy.trainable, world, exact)
     done: list[tuple[int, MicroBatch, MicroBatchResult]] = []
     for turn in schedule(micro_batches, world, exact):
+        missing = missing_passes(policy, sum(micro_batch.has_gradient for _, micro_batch in turn), world)
         with world.together(RuntimeError, MemoryError):  # such as PyTorch's when memory runs out
             for place, micro_batch in turn:
                 if (part := forward_backward(specs, policy, micro_batch, passes)) is not None:
                     done.append((place, micro_batch, part))
+            for _ in range(missing):
+                pass_without_gradient(policy)
         with memory_for("train"):  # ends the run: only passes that failed on all ranks are repeated
             total.add()
     with memory_for("train"):
         total.write_back()
     with world.together(RuntimeError, MemoryError):
-        norm = torch.nn.utils.get_total_norm([p.grad for p in policy.trainable if p.grad is not None])
+        norm = norm_of_gradients(policy.trainable, world)
         grad_norm = to_host([part for *_, part in done], norm.to(policy.device))  # the only wait for the GPU
     return Gradients(done, norm, grad_norm)
 
@@ -210,7 +223,9 @@ def apply_gradients(
             raise TrainingStopped(f"{message}. To skip such updates: train.on_nonfinite=skip") from None
         log.warning("%s. This update is skipped.", message)
         return False
-    torch.nn.utils.clip_grads_with_norm_(policy.trainable, specs.optim.max_grad_norm, found.norm)
+    for cut in (True, False):  # one call takes tensors of one kind
+        trained = [parameter for parameter in policy.trainable if is_cut(parameter) == cut]
+        torch.nn.utils.clip_grads_with_norm_(trained, specs.optim.max_grad_norm, found.norm)
     optimizer.step()
     return True
 

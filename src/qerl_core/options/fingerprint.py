@@ -29,6 +29,7 @@ ADDED_LATER: dict[str, Any] = {  # with what earlier runs did; these keys have a
     "algo.right_only": False,
     "engine.dequantized_gib": 0.0,
     "engine.tf32": False,
+    "parallel.shard": False,
     "eval.quant": None,
     "eval.quantizer": None,
     "eval.kv": None,

@@ -107,14 +107,15 @@ def chosen_checkpoint(run_dir: Path, which: str, steps: int) -> Path:
     return found[int(step)]
 
 
-def without_training(cfg: DictConfig) -> DictConfig:
+def without_training(cfg: DictConfig, alone: bool = True) -> DictConfig:
     """`cfg` without formats of weights and inputs in evaluations and rollouts, which its engine may lack.
 
     But with those of weights that were trained merged (train.merge). And without what training alone asks of a task:
-    demonstrations, and answers that fit a micro-batch.
+    demonstrations, and answers that fit a micro-batch. In one process, `alone`, its base is not sharded.
     """
     cfg = cfg.copy()
     cfg.train.micro_batch_tokens = None
+    cfg.parallel.shard = cfg.parallel.shard and not alone
     cfg.algo, cfg.rollout.group_size = load_option(user_options.folders(), "algo", "grpo"), 2
     merged = OmegaConf.select(cfg, "train.merge", default="none") != "none"
     for part in (cfg.eval,) if merged else (cfg.eval, cfg.rollout):
