@@ -83,15 +83,13 @@ class DatasetTask(PromptTask):
                     break
                 task = mended
         if len(said) > 1:
-            numbered = " ".join(f"({number}) {one}" for number, one in enumerate(said, start=1))
-            raise ConfigError(f"{len(said)} things are wrong. {numbered} In one: {' '.join(words)}")
+            numbered = [f"({number}) {one}" for number, one in enumerate(said, start=1)]
+            raise ConfigError("\n".join([f"{len(said)} things are wrong.", *numbered, f"In one: {' '.join(words)}"]))
         if said:
             raise ConfigError(said[0])
 
     def _mended(self, error: ConfigError) -> DatasetTask | None:
         """This task with what the words of `error` say; None if it has none."""
-        if isinstance(error, Leaked):
-            return replace(self, leaks="drop")
         if not isinstance(error, Refused) or error.mended is None:
             return None
         return replace(self, **{error.words[0].lstrip("'").split(".")[1]: error.mended})
@@ -208,14 +206,14 @@ class DatasetTask(PromptTask):
             for row, twin in leaked[:MAX_EXAMPLES]
         )
         summary = f"{len(leaked)} of {len(rows)} training questions of task={self.name} are also in its test split"
+        require(
+            len(leaked) < len(rows), f"{summary} ({examples}): no training question is left; use another train_file"
+        )
         if self.leaks != "drop":
             raise Leaked(
                 f"{summary}; none may be ({examples}). Remove them from one of the two, or drop them from training "
                 "with task.leaks=drop"
             )
-        require(
-            len(leaked) < len(rows), f"{summary} ({examples}): no training question is left; use another train_file"
-        )
         log.warning("%s and were dropped from training (%s)", summary, examples)
         dropped = {row.line for row, _ in leaked}
         return tuple(row for row in rows if row.line not in dropped)
