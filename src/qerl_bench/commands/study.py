@@ -51,6 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiers", type=int, nargs="+", default=None, help="run only arms of these, such as tiers=1")
     kept = "run code that is not committed, and keep its changes in out"
     parser.add_argument("--with-changes", action="store_true", help=kept)
+    forks = "fork runs from one process that imports once (default: on Linux without a GPU)"
+    parser.add_argument("--preload", choices=("true", "false"), default=None, help=forks)
     options = parse_options(parser, arguments)
     design, slots, deadline = check_options(options)
     tiers = sorted({arm.tier for arm in design.arms})

@@ -176,8 +176,6 @@ def parser_of(description: str | None) -> KeyValueParser:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="when to end (default: when all is done)")
     parser.add_argument("--slots", type=int, default=None, help="processes at a time (default: one per GPU, or one)")
     parser.add_argument("--mps", action="store_true", help="processes of one GPU side by side, by NVIDIA's MPS")
-    forks = "fork runs from one process that imports once (default: on Linux without a GPU)"
-    parser.add_argument("--preload", choices=("true", "false"), default=None, help=forks)
     parser.add_argument("--bases", type=int, nargs="+", default=None, help="only these bases, such as bases=0,1,2,3")
     parser.add_argument("--words", nargs="+", default=[], help="in place of common words of the same keys")
     parser.add_argument("--despite", nargs="+", default=[], help="beginnings of the names of gates that stop nothing")
