@@ -149,7 +149,7 @@ def test_what_cannot_fit_is_said_with_the_remedy() -> None:
         (["quant=int8"], "quant.name=int8"),
         (["algo=dapo"], "algo.max_resampling_rounds"),
         (["rollout.quant=bf16"], "rollout.quant=bf16"),
-        (["device=cpu"], "CPU"),
+        (["device=cpu"], "card=h200|h100"),
         (["model=shape/qwen3-30b-a3b"], "mixture of experts"),
     ],
 )

@@ -21,6 +21,7 @@ import pytest
 
 from qerl_bench.config import build, compose
 from qerl_bench.config import spec as build_spec
+from qerl_bench.sweep.check import check
 from qerl_bench.task import datafile, sources
 from qerl_bench.task.datafile import epoch_order, read_rows, training_indices
 from qerl_bench.task.dataset import DatasetTask
@@ -696,6 +697,20 @@ def test_foreign_columns_leaks_and_markers_are_said_at_once(tmp_path: Path, capl
     task = build(compose([*words, *mended])).task
     task.check()
     assert len(task.rows("train")) == 4 and "task.leaks=drop" in mended
+
+
+def test_a_run_says_with_the_rest_that_too_few_questions_are_held_out(tmp_path: Path) -> None:
+    rows = [{"Aufgabe": f"Wie viele Aepfel hat Anna, wenn sie {n} kauft?", "Loesung": str(n)} for n in range(9)]
+    train, test = write(tmp_path / "a", *rows[:6]), write(tmp_path / "b", *rows[6:])
+    words = ["experiment=smoke", "model=tiny", "task=gsm8k", f"task.train_file={train}", f"task.eval_file={test}"]
+    words += ["device=cpu", f"root={tmp_path}"]
+    with pytest.raises(
+        ConfigError, match=r"(?s)5 things .*\(5\) task=gsm8k has 3 test questions, got count=8"
+    ) as refused:
+        check(compose(words))
+    mended = shlex.split(str(refused.value).partition("In one: ")[2])
+    assert mended[-1] == "eval.questions=null"
+    check(compose([*words, *mended]))
 
 
 def test_what_no_word_mends_ends_the_search(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from qerl_bench.config import build
-from qerl_bench.estimate.cards import Card
+from qerl_bench.estimate.cards import CARDS, Card
 from qerl_bench.estimate.estimate import RunEstimate, estimate, uncovered
 from qerl_bench.estimate.sizes import sizes_of
 from qerl_bench.estimate.table import Length, table
@@ -53,7 +53,8 @@ def of_experiment(
 ) -> RunEstimate | list[str]:
     """As `of_point`, of a built experiment and its flat config."""
     if card is None or experiment.device == "cpu":
-        return ["no committed table covers a CPU: steps=2 shows what a step takes here"]
+        there = f"card={'|'.join(CARDS)} estimates a GPU"
+        return [f"no committed table covers a CPU: steps=2 shows what a step takes here, and {there}"]
     if not experiment.algo.on_policy:
         return [f"algo={experiment.algo.name} samples no completions: no committed run on a GPU is without"]
     sizes = sizes_of(experiment.model)
