@@ -65,6 +65,7 @@ def probe(
     """
     first = next(iter(experiments.values()))
     device = prepare_device(first.device, first.quant)
+    log.info(to_ask(experiments, options))
     base = base_checkpoint(first.model, first.task, first.root)
     if (origin := record_of(base)) and (rounded := rounding_notice(origin)):
         log.info(rounded)
@@ -192,6 +193,29 @@ class Probing:
 
     def tell(self, record: dict[str, Any]) -> None:
         self.parts.page(so_far(record))
+
+
+def to_ask(experiments: Mapping[str, Experiment], options: Any) -> str:
+    """How much a probe asks, before it does."""
+    task = next(iter(experiments.values())).task
+    names = options.answer_formats or [*ANSWER_FORMATS]
+    compared = len(names) if isinstance(task, PromptTask) and len(names) > 1 else 0
+    greedy = compared * min(ANSWER_FORMAT_QUESTIONS, options.questions)
+    answers = options.questions * sum(options.samples if at else 1 for at in options.temperatures)
+    each = [
+        f"{answers:,} answers",
+        *([f"noise of {len(options.sigmas)} sizes"] if options.sigmas else []),
+        *([f"a search for the noise that raises entropy by {options.rise:.0%}"] if options.rise else []),
+    ]
+    parts = [
+        *([f"{options.contamination} questions of each part to complete"] if options.contamination else []),
+        *([f"{greedy:,} greedy answers in {compared} answer formats"] if greedy else []),
+        f"in each of {len(experiments)} weight formats {', '.join(each)}",
+    ]
+    return (
+        f"to ask: {'; '.join(parts)}. Answers have up to {task.max_completion_tokens:,} tokens; questions=, samples=, "
+        "temperatures=, answer_formats= and rise=0 ask less"
+    )
 
 
 def now() -> str:
