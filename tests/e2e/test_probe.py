@@ -100,8 +100,8 @@ def test_a_probe_that_is_stopped_again_and_again_has_the_numbers_of_one_left_alo
         *("temperatures=0,1", "sigmas=0.5", "rise=0", "contamination=2"),
     ]
     asked: list[str] = []
-    kept, ask = parts.write_atomically, parts.asked_at
-    monkeypatch.setattr(parts, "asked_at", lambda *given: (asked.append("asked"), ask(*given))[1])
+    kept, ask = parts.write_atomically, parts.sample_answers
+    monkeypatch.setattr(parts, "sample_answers", lambda *given: (asked.append("asked"), ask(*given))[1])
     main([*words, "out=alone"])
     (said,) = [line for line in caplog.messages if line.startswith("to ask: ")]
     assert said.startswith(

@@ -255,12 +255,12 @@ def test_a_sweep_of_one_run_to_do_forks_nothing(tmp_path: Path) -> None:
 
 
 def test_whether_runs_are_forked_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert loaded_parent.wanted(None, []) and not loaded_parent.wanted(None, ["0"])
-    assert loaded_parent.wanted(True, ["0"]) and not loaded_parent.wanted(False, [])
+    assert loaded_parent.forks_runs(None, []) and not loaded_parent.forks_runs(None, ["0"])
+    assert loaded_parent.forks_runs(True, ["0"]) and not loaded_parent.forks_runs(False, [])
     with pytest.raises(ConfigError, match=r"hydra.launcher.preload .* got 'often'"):
         ProcessLauncher(None, False, "often").check()  # type: ignore[arg-type]
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert not loaded_parent.wanted(None, [])
+    assert not loaded_parent.forks_runs(None, [])
     with pytest.raises(ConfigError, match=r"hydra.launcher.preload=true .*darwin"):
         ProcessLauncher(None, False, True).check()
 

@@ -29,7 +29,7 @@ from qerl_bench.conduct.draft import draft
 from qerl_bench.conduct.probe_queue import probe_bases
 from qerl_bench.conduct.provenance import account_for_changes
 from qerl_bench.conduct.runner import Blocks, archive, blocks_of, check_options, gates_so_far, parse_options, parser_of
-from qerl_bench.sweep.loaded_parent import wanted
+from qerl_bench.sweep.loaded_parent import forks_runs
 from qerl_core.checks import TrainingStopped, require
 from qerl_core.process.cards import visible_gpus
 from qerl_core.process.mps import side_by_side
@@ -70,7 +70,7 @@ def conduct(design: Design, options: Any, slots: int, deadline: Deadline, tiers:
     Raises TrainingStopped if a process failed, or if gates stop every arm.
     """
     gpus = visible_gpus()
-    preload = wanted({"true": True, "false": False}.get(options.preload), gpus)
+    preload = forks_runs({"true": True, "false": False}.get(options.preload), gpus)
     chosen = replace(design, arms=tuple(arm for arm in design.arms if arm.tier in tiers or arm is design.reference))
     log.info(spent_first(chosen, options.minutes, slots))
     probes, failed = probe_bases(chosen, options.words, slots, deadline, out)

@@ -64,7 +64,7 @@ def no_flag(given: Sequence[str]) -> str:
     return f"{' '.join(given)}: no such flag. An option is a word without dashes: {right}; --help lists the flags"
 
 
-def tell_finished(run_dir: Path) -> None:
+def print_finished(run_dir: Path) -> None:
     """Print the result of a run that is complete, as the run itself did."""
     from qerl_studies.tables.terminal import places, render, summary
 
@@ -153,7 +153,7 @@ def check_point(composer: Composer, overrides: Sequence[str], here: bool = True,
     return Point(list(overrides), name, run_dir, finished and damage is None, damage)
 
 
-def tell_what_follows(points: Sequence[Sequence[str]]) -> None:
+def note_following_alpha(points: Sequence[Sequence[str]]) -> None:
     """Say that lora.alpha differs between the points of a sweep over lora.rank, whose words do not name it."""
     by_rank = {word: words for words in points for word in words if word.startswith("lora.rank=")}
     if len(by_rank) < 2 or any(word.startswith("lora.alpha=") for words in points for word in words):

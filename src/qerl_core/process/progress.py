@@ -168,13 +168,13 @@ class Watch:
                         if one.elapsed_s >= TICK_S and (one.label == STEPS or not quiet()):
                             one.show()
                 elif self.is_silent():
-                    self.tell()
+                    self.print_heartbeat()
 
     def is_silent(self, share: float = 1.0) -> bool:
         """Whether this `share` of the silence that is allowed is over."""
         return time.monotonic() - self.said >= share * silence_s(self.phases[0].elapsed_s)
 
-    def tell(self) -> None:
+    def print_heartbeat(self) -> None:
         """Print what is going on, and how long it will take as far as that is known."""
         inner = self.phases[-1]
         inner.told = True

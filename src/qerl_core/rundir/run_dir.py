@@ -21,7 +21,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_core.checks import ConfigError, TrainingStopped
-from qerl_core.rundir.attempts import ENVIRONMENT, joined
+from qerl_core.rundir.attempts import ENVIRONMENT, recorded_attempt
 from qerl_core.rundir.checkpoints import check_checkpoint, checkpoints, is_finished, last_checkpoint, step_of
 from qerl_core.rundir.checksums import DONE, SEALS, broken, replacing, seal, settle
 from qerl_core.rundir.disk_errors import size, stopped_by_disk
@@ -143,7 +143,7 @@ class RunDir:
         self.base = base
         of_model = {"base": base, "remote_code": remote_code, "gguf": gguf, "inputs": inputs}
         given = {key: value for key, value in of_model.items() if key == "base" or value is not None}
-        said = joined(self.path, environment(device) | given | {"ranks": ranks})
+        said = recorded_attempt(self.path, environment(device) | given | {"ranks": ranks})
         path = self.path / ENVIRONMENT
         if path.exists():
             with self.replacing(f"env_{len(list(self.path.glob('env_*.json'))) + 1}.json") as kept:
