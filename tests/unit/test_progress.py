@@ -145,7 +145,7 @@ def test_a_thread_of_its_own_breaks_the_silence(stand_in: Any, capsys: pytest.Ca
     watch = progress.watch
     with phase("waiting") as waiting:
         end = time.monotonic() + 30
-        while not waiting.told:
+        while not waiting.announced:
             assert time.monotonic() < end
             time.sleep(0.01)
     while watch.ticking:  # it ends with the last phase

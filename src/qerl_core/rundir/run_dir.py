@@ -34,9 +34,9 @@ from qerl_core.rundir.run_checks import (
     ELSEWHERE,
     RunDamaged,
     check_run_dir,
+    damage_remedy,
     lacking_steps,
     refuse_locked,
-    saved,
     vouched_seals,
 )
 
@@ -158,7 +158,7 @@ class RunDir:
         vouched = vouched_seals(self.path)
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             if name in vouched and (reason := broken(self.path / name, vouched[name], quick=False, grows=True)):
-                raise RunDamaged(f"{self.path} is damaged: {reason}. {saved(self.path, name, False)}")
+                raise RunDamaged(f"{self.path} is damaged: {reason}. {damage_remedy(self.path, name, False)}")
             sealed = vouched[name]["bytes"] if name in vouched else 0
             self._cut(self.path / name, step if checkpoint is not None else -1, sealed)
             self._growing.begin(name)
