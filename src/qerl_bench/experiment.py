@@ -23,10 +23,10 @@ from omegaconf import DictConfig
 
 from qerl_bench import dose
 from qerl_bench.aqn.injector import NoiseReport, noise_metrics
-from qerl_bench.conduct.spoken import opening
+from qerl_bench.conduct.run_messages import opening
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.engine.merged import MergingEngine
-from qerl_bench.estimate.words import said_of_run
+from qerl_bench.estimate.words import run_estimate_lines
 from qerl_bench.eval import formats
 from qerl_bench.eval.base import metrics_of
 from qerl_bench.eval.validation import (
@@ -89,7 +89,7 @@ def trained(experiment: Experiment, cfg: DictConfig, world: World = ALONE) -> It
             yield None
             return
         experiment.check_model()
-        for line in [*opening(experiment), *said_of_run(experiment, cfg, device)] if world.first else ():
+        for line in [*opening(experiment), *run_estimate_lines(experiment, cfg, device)] if world.first else ():
             log.info(line)
         if world.size == 1:
             run.meter(partial(energy.counter, device))

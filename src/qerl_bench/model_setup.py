@@ -44,7 +44,7 @@ from qerl_core.process.out_of_memory import shortage
 from qerl_core.rundir.checkpoints import check_checkpoint, is_finished, last_checkpoint
 from qerl_core.rundir.locks import wait_for_lock
 from qerl_core.rundir.refusals import CODE as REFUSED
-from qerl_core.rundir.stops import in_words, note_at_stop
+from qerl_core.rundir.stops import note_at_stop, stop_line
 from qerl_core.seeding import derive
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def base_checkpoint(model: Model, task: Task, root: str, start: Callable[[list[s
         if not is_finished(run_dir):
             told = "warm start of model=%s: %d steps, done once, then kept in %s; each line says how long it will take"
             log.info(told, model.name, warm_start.steps, run_dir)
-            with note_at_stop(partial(in_words, run_dir, f"the warm start of model={model.name}")):
+            with note_at_stop(partial(stop_line, run_dir, f"the warm start of model={model.name}")):
                 code = wait(start([*run_command(), *overrides]))
             require(code != REFUSED, f"the warm start of model={model.name} was refused, for the reason above")
             if code != 0:

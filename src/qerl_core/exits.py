@@ -52,9 +52,9 @@ def exit_in_words(stopped: str) -> Iterator[None]:
     except TrainingStopped as error:
         message, code = str(error), 1
     except KeyboardInterrupt as error:
-        message, code = noted(error, stopped), 128 + signal.SIGINT
+        message, code = note_of(error, stopped), 128 + signal.SIGINT
     except Terminated as error:
-        message, code = f"{error}: {noted(error, stopped)}", 128 + error.signum
+        message, code = f"{error}: {note_of(error, stopped)}", 128 + error.signum
     except (SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # a panic of Rust is no Exception
@@ -75,7 +75,7 @@ def exit_in_words(stopped: str) -> Iterator[None]:
     sys.exit(code)
 
 
-def noted(stop: BaseException, otherwise: str) -> str:
+def note_of(stop: BaseException, otherwise: str) -> str:
     return "; ".join(getattr(stop, "__notes__", [otherwise]))
 
 

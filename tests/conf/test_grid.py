@@ -21,7 +21,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from qerl_bench.config import build, compose
-from qerl_bench.sweep.check import tell_what_follows, warn_of_single_point
+from qerl_bench.sweep.check import note_following_alpha, warn_of_single_point
 from qerl_core.checks import ConfigError
 from qerl_core.options.composer import HYDRA_DEFAULTS
 from qerl_core.options.fingerprint import fingerprint
@@ -597,5 +597,5 @@ def test_a_sweep_over_ranks_says_that_alpha_follows(
     words: list[str], says: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
-        tell_what_follows([[*words, f"lora.rank={rank}"] for rank in (16, 32)])
+        note_following_alpha([[*words, f"lora.rank={rank}"] for rank in (16, 32)])
     assert ["lora.alpha=32" in message for message in caplog.messages] == [True] * says

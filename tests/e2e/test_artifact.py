@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from qerl_bench.conduct.spoken import ending
+from qerl_bench.conduct.run_messages import ending
 from qerl_bench.config import compose
 from qerl_bench.sweep.table import sweep_table
 from qerl_core.process.arguments import WIDTH

@@ -86,7 +86,10 @@ def test_a_study_of_two_copies_keeps_every_answer_and_trains_all_arms_on_the_sam
 
 @pytest.mark.slow
 def test_a_probe_that_is_stopped_again_and_again_has_the_numbers_of_one_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Each attempt gets six parts further. Nothing is asked twice, and the tables so far are on a page."""
     write(tmp_path / "two-layers.gguf", model_of("qwen2"), "Q4_1")
@@ -97,9 +100,15 @@ def test_a_probe_that_is_stopped_again_and_again_has_the_numbers_of_one_left_alo
         *("temperatures=0,1", "sigmas=0.5", "rise=0", "contamination=2"),
     ]
     asked: list[str] = []
-    kept, ask = parts.write_atomically, parts.asked_at
-    monkeypatch.setattr(parts, "asked_at", lambda *given: (asked.append("asked"), ask(*given))[1])
+    kept, ask = parts.write_atomically, parts.sample_answers
+    monkeypatch.setattr(parts, "sample_answers", lambda *given: (asked.append("asked"), ask(*given))[1])
     main([*words, "out=alone"])
+    (said,) = [line for line in caplog.messages if line.startswith("to ask: ")]
+    assert said.startswith(
+        "to ask: 2 questions of each part to complete; 4 greedy answers in 2 answer formats; in each of 2 weight "
+        "formats 6 answers, noise of 1 sizes. Answers have up to 6 tokens"
+    )
+    assert len(pd.read_parquet(tmp_path / "alone" / "answers.parquet")) == 4 + 2 * 6
     assert len(asked) == 2 + 2 * 2 and not [*(tmp_path / "alone").glob("parts-*")]
 
     def stopping(limit: int) -> Callable[[Path, str], None]:

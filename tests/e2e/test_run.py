@@ -389,3 +389,18 @@ def test_a_sweep_reports_the_failed_run_and_repeats_only_that(tmp_path, programs
     assert again.returncode == 1
     assert "1 finished before, 1 to do" in again.stderr
     assert (good / "done.json").stat().st_mtime_ns == finished
+
+
+@pytest.mark.parametrize(("slots", "steps"), [(1, 4), (2, 0)], ids=["one at a time", "side by side"])
+def test_a_quiet_sweep_prints_steps_and_its_table_alone(tmp_path, slots, steps):
+    """Runs side by side write their steps to launch.log in their folders."""
+    words = ["experiment=smoke", "steps=2", "optim.warmup_steps=0", "eval=none", f"root={tmp_path}", "device=cpu"]
+    done = run(*words, "-q", "-m", "seed=0,1", f"hydra.launcher.slots={slots}")
+    assert done.returncode == 0, done.stderr
+    assert [line.split("/")[0] for line in done.stderr.splitlines()] == ["step 1", "step 2"] * (steps // 2)
+    assert done.stdout == f"{sweep_table(run_dirs(tmp_path))}\n"
+    logs = [folder / "launch.log" for folder in run_dirs(tmp_path) if slots > 1]
+    assert all(
+        [line[:6] for line in log.read_text().splitlines() if line[:5] == "step "] == ["step 1", "step 2"]
+        for log in logs
+    )

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from qerl_bench.lora.default import LoRA
 from qerl_bench.model import kernels
 from qerl_bench.model.adapters import LoRAExperts, adapted_layers, block_linears
-from qerl_bench.model.base import placed
+from qerl_bench.model.base import moved_to
 from qerl_bench.quant.checkpoint import CheckpointReader, skeleton
 from qerl_bench.quant.experts import PackedExperts, expert_parameters
 from qerl_bench.quant.export import export
@@ -348,7 +348,7 @@ def test_a_model_placed_in_16_bits_keeps_in_32_what_transformers_keeps(name: str
     """Routers of some mixtures, from transformers 5.24 on: rounding one sends tokens to other experts."""
     _base(name).save_pretrained(tmp_path)
     expected = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).named_parameters())
-    found = dict(placed(copy.deepcopy(_base(name)), "cpu", torch.bfloat16).named_parameters())
+    found = dict(moved_to(copy.deepcopy(_base(name)), "cpu", torch.bfloat16).named_parameters())
     assert found.keys() == expected.keys()
     for key, parameter in expected.items():
         assert parameter.dtype == found[key].dtype and torch.equal(parameter, found[key]), key
@@ -380,7 +380,7 @@ def test_a_checkpoint_that_lacks_tensors_is_refused_before_anything_is_read(tmp_
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "fp8", "int8", "int4"])
 def test_exported_experts_come_back_bit_for_bit(name: str, kind: str, tmp_path: Path) -> None:
-    model = placed(_packed(name, kind), "cpu", torch.bfloat16)
+    model = moved_to(_packed(name, kind), "cpu", torch.bfloat16)
     export(model, _Tokenizer(), FORMATS[kind], tmp_path / "out")
     stored = load_file(tmp_path / "out" / "model.safetensors")
     block, leaf, rows = ("block_sparse_moe", "w1", 128) if name == "mixtral" else ("mlp", "gate_proj", 64)
@@ -403,7 +403,7 @@ def test_routers_have_the_same_values_in_whichever_dtype_they_are_stored(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """transformers keeps them in 16 bits before 5.24 and in 32 from then on: a base of one goes on with the other."""
-    model = placed(_packed(name), "cpu", torch.bfloat16)
+    model = moved_to(_packed(name), "cpu", torch.bfloat16)
     gates = {key for key in model.state_dict() if key.endswith(".gate.weight")}
     for key in gates:
         model.get_parameter(key).data.copy_(model.get_parameter(key).bfloat16())

@@ -82,7 +82,7 @@ def test_a_growing_file_that_changes_is_never_sealed(file: str, damage: str, ste
         check_run_dir(run.path, CFG)
     except ConfigError as error:  # the last checkpoint vouches for what is gone
         assert f"{run.path} is damaged: {file}" in str(error)
-        (left,) = re.findall(r"No checkpoint vouches|whole up to step \d", said)
+        (left,) = re.findall(r"belongs to no checkpoint|whole up to step \d", said)
         assert left in str(error)
     else:
         assert f"whole up to step {step - 1}: the same command continues" in said

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from qerl_bench.commands.export import main, parse_words
 from qerl_bench.config import build, compose
-from qerl_bench.model.base import placed
+from qerl_bench.model.base import moved_to
 from qerl_bench.model.byte_tokenizer import byte_tokenizer
 from qerl_bench.model.load import load_packed
 from qerl_bench.quant import export as exporting
@@ -47,7 +47,7 @@ def _model(tied: bool = True, seed: int = 0) -> Any:
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return placed(model, "cpu", torch.bfloat16).eval()
+    return moved_to(model, "cpu", torch.bfloat16).eval()
 
 
 def _plain(folder: Path, tied: bool = True, **options: Any) -> Path:

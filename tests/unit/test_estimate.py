@@ -48,7 +48,7 @@ def rows(benchmark: Any) -> list[Any]:
     return list(benchmark.rows())
 
 
-def estimated(*given: str, card: str = "h200", per_card: int = 1, told: point.Told = point.NOTHING) -> Any:
+def estimated(*given: str, card: str = "h200", per_card: int = 1, told: point.GivenLengths = point.NOTHING) -> Any:
     return point.of_point(Composer().tree([*SHAPE, *given]), CARDS[card], per_card, told)
 
 
@@ -129,7 +129,7 @@ def test_more_work_takes_longer_and_less_memory_costs_time() -> None:
     assert usual.memory.weights > 2.5 * estimated("quant=nvfp4").memory.weights
     again = estimated("train.recompute=full")
     assert again.memory.train < usual.memory.train and again.train_s > usual.train_s
-    beside = estimated(per_card=3, told=point.Told())
+    beside = estimated(per_card=3, told=point.GivenLengths())
     assert beside.rollout_s > usual.rollout_s and beside.steps == usual.steps
     a100 = estimated(card="a100")
     assert a100.step_s > usual.step_s and "A100" not in a100.said[-1] and "no committed run" in a100.said[-1]
@@ -149,7 +149,7 @@ def test_what_cannot_fit_is_said_with_the_remedy() -> None:
         (["quant=int8"], "quant.name=int8"),
         (["algo=dapo"], "algo.max_resampling_rounds"),
         (["rollout.quant=bf16"], "rollout.quant=bf16"),
-        (["device=cpu"], "CPU"),
+        (["device=cpu"], "card=h200|h100"),
         (["model=shape/qwen3-30b-a3b"], "mixture of experts"),
     ],
 )
@@ -170,7 +170,7 @@ def test_lengths_are_from_the_user_the_table_or_the_limit() -> None:
     assert isinstance(found, RunEstimate) and any(
         said.startswith("at most:") and "tokens=N" in said for said in found.said
     )
-    less = point.of_point(tree, H200, 1, point.Told(tokens=5))
+    less = point.of_point(tree, H200, 1, point.GivenLengths(tokens=5))
     assert isinstance(less, RunEstimate) and less.step_s < found.step_s
     assert any("as you say" in said for said in less.said)
     (gsm8k, *_) = [one for one in table().lengths if one.task == "gsm8k"]
@@ -228,14 +228,14 @@ def test_a_run_and_a_sweep_say_it_before_they_begin(
     monkeypatch.setattr("qerl_bench.estimate.cards.listed_gpus", lambda: {"0": "NVIDIA H200"})
     cfg = OmegaConf.create(Composer().tree([*SHAPE, "quant=nvfp4"]))
     found = estimated("quant=nvfp4")
-    said = words.said_of_run(build(cfg), cfg, "cuda")
+    said = words.run_estimate_lines(build(cfg), cfg, "cuda")
     assert len(said) == 3 and f"{found.memory.train:.1f} while training" in said[0] and "steps of" in said[1]
-    assert words.said_of_run(build(cfg), cfg, "cpu") == []
+    assert words.run_estimate_lines(build(cfg), cfg, "cpu") == []
     other = OmegaConf.create(Composer().tree([*SHAPE, "quant=int8"]))
-    (line,) = words.said_of_run(build(other), other, "cuda")
+    (line,) = words.run_estimate_lines(build(other), other, "cuda")
     assert line.startswith("no estimate") and "int8" in line
     with caplog.at_level("INFO"):
-        words.tell_sweep([[*SHAPE, "quant=nvfp4"], [*SHAPE, "quant=nvfp4", "seed=1"]], 2, 1)
+        words.log_sweep_estimate([[*SHAPE, "quant=nvfp4"], [*SHAPE, "quant=nvfp4", "seed=1"]], 2, 1)
     assert "for 2 runs, 2 at a time" in caplog.text
 
 

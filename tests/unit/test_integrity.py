@@ -131,7 +131,7 @@ def test_the_message_says_how_far_the_record_is_whole(runs: Runs, file: str, tmp
         assert run.resume_step() == 4
     lines[0] = lines[0].replace("0.", "1.", 1)
     (folder / file).write_text("".join(lines))
-    assert "No checkpoint vouches" in _refusal(check_run_dir, folder, runs.config)
+    assert "belongs to no checkpoint" in _refusal(check_run_dir, folder, runs.config)
 
 
 @pytest.mark.parametrize(

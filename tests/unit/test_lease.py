@@ -79,7 +79,7 @@ def test_machines_with_names_alike_do_not_write_into_each_others_leases(
     tmp_path: Path, stand_in: Callable[..., None]
 ) -> None:
     """The second machine takes the lease between the first one's writing and placing."""
-    path, place, names, seconds = tmp_path / ".lock", lease.placed, ["cluster-node-1"], []
+    path, place, names, seconds = tmp_path / ".lock", lease.link_exclusively, ["cluster-node-1"], []
 
     def first_after_second(writing: Path, to: Path) -> bool:
         if len(names) == 1:
@@ -88,7 +88,7 @@ def test_machines_with_names_alike_do_not_write_into_each_others_leases(
             names[1:] = ["cluster-node-1"]
         return place(writing, to)
 
-    stand_in(lease, machine=lambda: names[-1], placed=first_after_second)
+    stand_in(lease, machine=lambda: names[-1], link_exclusively=first_after_second)
     assert lease.Lease.take(path, "first", alone=True) is None
     assert (tmp_path / ".lock.lease").read_text().startswith("second")
     seconds[0].end()

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from hydra_plugins.process_launcher.launcher import ProcessLauncher
+from qerl_bench.conduct.deadline import Deadline
+from qerl_bench.conduct.runner import Blocks
 from qerl_bench.sweep import loaded_parent, processes
 from qerl_core.checks import ConfigError
 from qerl_core.process.installation import run_command
@@ -234,18 +236,31 @@ def test_a_sweep_that_is_stopped_passes_the_signal_to_forks(tmp_path: Path, prog
     assert time.monotonic() - begun < loaded_parent.END_LIMIT_S / 2
 
 
+def test_blocks_of_a_study_share_a_parent(tmp_path: Path, program: Callable[[str], None]) -> None:
+    program(NOTHING)
+    done = Point([], "done", tmp_path / "done", finished=True)
+    done.run_dir.mkdir()
+    (done.run_dir / "done.json").write_text('{"wall_s": 1}')
+    takes = f"{FORKED}; (folder / 'done.json').write_text('{{\"wall_s\": 1}}')"
+    first, second = ([point(tmp_path / f"{name}{n}", takes) for n in (1, 2)] for name in "ab")
+    made = Blocks([[done, *first], second], 1, [], Deadline(10), preload=True)
+    assert (made.done, made.total, len(made.todo)) == (1, 5, 2)
+    assert made.run() == [] and made.done == 5 and len(parents(*first, *second)) == 1
+    assert made.preloaded is not None and not any(running(parent.pid) for parent in made.preloaded._all)
+
+
 def test_a_sweep_of_one_run_to_do_forks_nothing(tmp_path: Path) -> None:
     done = Point([], "done", tmp_path / "done", finished=True)
     assert processes.Sweep([done, point(tmp_path / "a", DONE)], 2, [], preload=True).preloaded is None
 
 
 def test_whether_runs_are_forked_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert loaded_parent.wanted(None, []) and not loaded_parent.wanted(None, ["0"])
-    assert loaded_parent.wanted(True, ["0"]) and not loaded_parent.wanted(False, [])
+    assert loaded_parent.forks_runs(None, []) and not loaded_parent.forks_runs(None, ["0"])
+    assert loaded_parent.forks_runs(True, ["0"]) and not loaded_parent.forks_runs(False, [])
     with pytest.raises(ConfigError, match=r"hydra.launcher.preload .* got 'often'"):
         ProcessLauncher(None, False, "often").check()  # type: ignore[arg-type]
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert not loaded_parent.wanted(None, [])
+    assert not loaded_parent.forks_runs(None, [])
     with pytest.raises(ConfigError, match=r"hydra.launcher.preload=true .*darwin"):
         ProcessLauncher(None, False, True).check()
 

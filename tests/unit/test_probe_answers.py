@@ -14,7 +14,7 @@ import pytest
 from qerl_bench.commands.probe import check, parse_options
 from qerl_bench.dose import Dose
 from qerl_bench.probe import rise
-from qerl_bench.probe.answers import SCHEMA, TOP_P, Asked, asked_at, numbers, sampling, table
+from qerl_bench.probe.answers import SCHEMA, TOP_P, AnswerSet, numbers, sample_answers, sampling, table
 from qerl_bench.probe.one_model import best_of
 from qerl_bench.probe.parts import Parts
 from qerl_core.checks import ConfigError
@@ -84,7 +84,7 @@ def test_rows_hold_every_answer_and_the_texts_of_the_first_questions(make_experi
             ]  # fmt: skip
 
     prompts = [rollout("a", 0, []).prompt, rollout("b", 0, []).prompt]
-    asked = asked_at(task, Engine(), prompts, 1, 2, "answers")  # type: ignore[arg-type]
+    asked = sample_answers(task, Engine(), prompts, 1, 2, "answers")  # type: ignore[arg-type]
     one = numbers(asked)
     assert one["correct"] == [1, 1] and one["lenient"] == [1, 0]
     assert (one["found"], one["finished"], one["tokens"], one["entropy"]) == (0.75, 0.5, 2.0, 1.0)
@@ -143,7 +143,7 @@ RISE = {"sigma": 0.12, "rise": 0.11, "kl": 0.03}
 
 
 def record(correct: list[int]) -> dict[str, Any]:
-    asked = Asked(temperature=1, samples=2, rollouts=[], rows=[], seconds=1.0)
+    asked = AnswerSet(temperature=1, samples=2, rollouts=[], rows=[], seconds=1.0)
     plain = {**found(correct, asked.samples), "finished": 1.0, "enough_tokens": 17}
     return {
         "options": {"rise": 0.1},

@@ -54,7 +54,7 @@ def test_a_pipe_is_neither_flooded_nor_silent(
                 clock.now += seconds / max(1, round(seconds))
                 if progress.watch.is_silent():
                     silences.append(clock.now - progress.watch.said)
-                    progress.watch.tell()
+                    progress.watch.print_heartbeat()
             told.report(step, {"reward/mean": 0.5, "loss": 0.0, "grad_norm": 0.25})
     lines = capsys.readouterr().err.splitlines()
     of_steps = [line for line in lines if line.startswith("step ") and "/" in line]
@@ -86,7 +86,7 @@ def test_lines_fit_a_terminal_and_lose_nothing(clock: Clock, capsys: pytest.Capt
     assert "step  50/999 reward 1.048 accuracy 0.852 entropy 5.071 grad 0.28 sigma 0.00073 tok/s 946 left" in second
     assert "  reward" not in third  # as the line before
     with phase(" and ".join(["a long name"] * 8)), phase("another", 100, "completions"):
-        progress.watch.tell()
+        progress.watch.print_heartbeat()
     said = capsys.readouterr().err
     scores = [f"accuracy_{name} 0.125 +- 0.082" for name in ("greedy", "sampled", "of_majority", "at_k")]
     record = logging.LogRecord("x", logging.INFO, "x", 1, "step 6: %s", (", ".join(scores),), None)
@@ -110,7 +110,7 @@ def test_a_line_after_a_silence_names_all_that_goes_on(clock: Clock, capsys: pyt
         sampling.advance(25)
         clock.now += 11
         assert progress.watch.is_silent()
-        progress.watch.tell()
+        progress.watch.print_heartbeat()
         assert not progress.watch.is_silent()
     said = capsys.readouterr().err
     assert said == "evaluation, sampling 25 of 100 completions: 0:19 so far, about 0:13 left\n"
@@ -121,7 +121,7 @@ def test_tokens_of_a_batch_move_the_count_and_the_time_left(clock: Clock, capsys
         sampling.next = 4
         clock.now += 20
         progress.within(0.5, "token 40 of 80")  # 2 of 8 in 20 s
-        progress.watch.tell()
+        progress.watch.print_heartbeat()
         sampling.advance(4)
         assert sampling.begun == 0 and "token" not in str(sampling)
     assert "sampling 0 of 8 completions, token 40 of 80: 0:20 so far, about 1:00 left" in capsys.readouterr().err
@@ -134,7 +134,7 @@ def test_what_is_overdue_promises_no_end(clock: Clock, capsys: pytest.CaptureFix
         sampling.advance()
         assert sampling.left_s == 10
         clock.now += 60
-        progress.watch.tell()
+        progress.watch.print_heartbeat()
         sampling.advance()
         assert sampling.left_s == 0
     assert "left" not in capsys.readouterr().err
@@ -145,7 +145,7 @@ def test_a_thread_of_its_own_breaks_the_silence(stand_in: Any, capsys: pytest.Ca
     watch = progress.watch
     with phase("waiting") as waiting:
         end = time.monotonic() + 30
-        while not waiting.told:
+        while not waiting.announced:
             assert time.monotonic() < end
             time.sleep(0.01)
     while watch.ticking:  # it ends with the last phase

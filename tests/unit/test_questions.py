@@ -21,6 +21,7 @@ import pytest
 
 from qerl_bench.config import build, compose
 from qerl_bench.config import spec as build_spec
+from qerl_bench.sweep.check import check
 from qerl_bench.task import datafile, sources
 from qerl_bench.task.datafile import epoch_order, read_rows, training_indices
 from qerl_bench.task.dataset import DatasetTask
@@ -364,7 +365,7 @@ def test_the_words_to_type_for_foreign_columns_work(tmp_path: Path) -> None:
     rows = [{"prompt": f"How many? {number}", "solution": "1", "other": "x"} for number in (1, 2)]
     train, test = (write(tmp_path / name, row) for name, row in zip("ab", rows, strict=True))
     words = ["task=gsm8k", f"task.train_file={train}", f"task.eval_file={test}"]
-    with pytest.raises(ConfigError, match=r"4 things are wrong. \(1\) .* \(4\) .* In one: ") as refused:
+    with pytest.raises(ConfigError, match=r"(?s)4 things are wrong.\n\(1\) .*\n\(4\) .*\nIn one: ") as refused:
         build(compose(words)).task.check()  # columns and marker of each split
     words += shlex.split(str(refused.value).partition("In one: ")[2])
     build(compose(words)).task.check()
@@ -683,17 +684,33 @@ def test_a_constant_answer_earns_only_its_own_share_of_the_real_test_split(real:
     assert hits == golds[18] == 15
 
 
-def test_foreign_columns_leaks_and_markers_are_said_at_once(tmp_path: Path) -> None:
+def test_foreign_columns_leaks_and_markers_are_said_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Two columns of any name: the much longer text is taken for the question, to look for what else is wrong."""
     rows = [{"Aufgabe": f"Wie viele Aepfel hat Anna, wenn sie {n} kauft?", "Loesung": str(n)} for n in range(6)]
     train, test = write(tmp_path / "a", *rows), write(tmp_path / "b", *rows[4:])
     words = ["task=gsm8k", f"task.train_file={train}", f"task.eval_file={test}"]
-    with pytest.raises(ConfigError, match=r"5 things .*Aufgabe.*marker=null.*2 of 6 training questions") as refused:
+    with pytest.raises(ConfigError, match=r"(?s)5 things .*Aufgabe.*marker=null.*2 of 6 training questions") as refused:
         build(compose(words)).task.check()
+    assert caplog.messages == []  # nothing was left out yet
+    assert [line[:3] for line in str(refused.value).splitlines()[1:-1]] == [f"({n})" for n in range(1, 6)]
     mended = shlex.split(str(refused.value).partition("In one: ")[2])
     task = build(compose([*words, *mended])).task
     task.check()
     assert len(task.rows("train")) == 4 and "task.leaks=drop" in mended
+
+
+def test_a_run_says_with_the_rest_that_too_few_questions_are_held_out(tmp_path: Path) -> None:
+    rows = [{"Aufgabe": f"Wie viele Aepfel hat Anna, wenn sie {n} kauft?", "Loesung": str(n)} for n in range(9)]
+    train, test = write(tmp_path / "a", *rows[:6]), write(tmp_path / "b", *rows[6:])
+    words = ["experiment=smoke", "model=tiny", "task=gsm8k", f"task.train_file={train}", f"task.eval_file={test}"]
+    words += ["device=cpu", f"root={tmp_path}"]
+    with pytest.raises(
+        ConfigError, match=r"(?s)5 things .*\(5\) task=gsm8k has 3 test questions, got count=8"
+    ) as refused:
+        check(compose(words))
+    mended = shlex.split(str(refused.value).partition("In one: ")[2])
+    assert mended[-1] == "eval.questions=null"
+    check(compose([*words, *mended]))
 
 
 def test_what_no_word_mends_ends_the_search(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_units_of_a_gguf_file_are_copies_of_it(tmp_path: Path, capsys: pytest.Ca
 def test_each_copy_has_its_own_probe_in_the_budget() -> None:
     whole = budget(minutes=100, run_minutes=2, slots=2, answers=2000, copies=True)
     spent = whole.probe_minutes + whole.runs * whole.run_minutes / whole.slots
-    assert spent <= whole.minutes and whole.asked == whole.seeds
+    assert spent <= whole.minutes and whole.probed_models == whole.seeds
     assert f"{whole.runs} runs" in whole.bought() and f"{whole.probe_minutes:.3g} min" in whole.bought()
     assert whole.questions < budget(minutes=100, run_minutes=2, slots=2, answers=2000).questions
 

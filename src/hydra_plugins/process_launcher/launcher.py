@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from hydra.core.config_store import ConfigStore
 
-from qerl_bench.estimate.words import tell_sweep
+from qerl_bench.estimate.words import log_sweep_estimate
 from qerl_bench.sweep.launcher import SweepLauncher
-from qerl_bench.sweep.loaded_parent import wanted
+from qerl_bench.sweep.loaded_parent import forks_runs
 from qerl_bench.sweep.processes import Sweep
 from qerl_core.checks import count, flag, optional
 from qerl_core.process.cards import visible_gpus
@@ -41,12 +41,12 @@ class ProcessLauncher(SweepLauncher):
         optional(count())("hydra.launcher.slots", self.slots)
         flag("hydra.launcher.mps", self.mps)
         optional(flag)("hydra.launcher.preload", self.preload)
-        wanted(self.preload, [])
+        forks_runs(self.preload, [])
 
     def run_points(self, points: Sequence[Point]) -> list[tuple[Point, str]]:
         gpus = visible_gpus()
         slots = self.slots or max(1, len(gpus))
         log.info("%d at a time", slots)
-        tell_sweep([point.overrides for point in points if not point.finished], slots, len(gpus))
+        log_sweep_estimate([point.overrides for point in points if not point.finished], slots, len(gpus))
         with side_by_side(self.mps):
-            return Sweep(points, slots, gpus, wanted(self.preload, gpus)).run()
+            return Sweep(points, slots, gpus, forks_runs(self.preload, gpus)).run()

@@ -18,7 +18,7 @@ from typing import Any
 
 from qerl_bench.estimate.cards import CARDS, MEASURED, card_of
 from qerl_bench.estimate.estimate import RunEstimate
-from qerl_bench.estimate.point import Told, of_point
+from qerl_bench.estimate.point import GivenLengths, of_point
 from qerl_bench.estimate.words import ERROR, hours_s, lines, total
 from qerl_bench.sweep.grid import grid
 from qerl_bench.task.base import Task
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
     cards = options.cards or (max(1, len(visible_gpus())) if options.card is None else 1)
     slots = min(slots or cards, len(points))
     per_card = -(-slots // cards)
-    composer, told = Composer(), Told(options.tokens, options.prompt_tokens)
+    composer, told = Composer(), GivenLengths(options.tokens, options.prompt_tokens)
     found: list[RunEstimate | list[str]] = []
     tasks: list[Task] = []
     for point in points:

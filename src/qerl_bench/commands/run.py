@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from qerl_bench.config import build
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.parallel import ALONE, World, is_rank0_output, joined_ranks
-from qerl_bench.sweep.check import check_single, tell_finished, warn_of_single_point
+from qerl_bench.sweep.check import check_single, print_finished, warn_of_single_point
 from qerl_core import __version__
 from qerl_core.checks import ConfigError, require
 from qerl_core.options import user_options
@@ -38,7 +38,7 @@ from qerl_core.process.installation import CONF_DIR
 from qerl_core.process.progress import LEVEL, phase, quiet
 from qerl_core.process.termination import terminations_held
 from qerl_core.rundir.refusals import nothing_left_if_refused
-from qerl_core.rundir.stops import in_words, note_at_stop
+from qerl_core.rundir.stops import note_at_stop, stop_line
 from qerl_core.sweeps.points import flags_first, with_swept_axes
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE
             return
         if experiment.steps:
             draw_figures(run.path)
-    from qerl_bench.conduct.spoken import ending
+    from qerl_bench.conduct.run_messages import ending
     from qerl_studies.runs.load import load_run
     from qerl_studies.tables.terminal import no_gradient_warning, places, render, summary
 
@@ -112,7 +112,7 @@ def run(world: World) -> None:
     except HydraBypass as carried:
         error = carried.error
     except HydraException as refused:  # of a sweep, whose words Hydra is the first to compose
-        error = ConfigError(Composer().in_words(refused, [word for word in sys.argv[1:] if not word.startswith("-")]))
+        error = ConfigError(Composer().explained(refused, [word for word in sys.argv[1:] if not word.startswith("-")]))
     else:
         return
     raise error
@@ -144,14 +144,14 @@ def main(words: list[str]) -> None:
         )
         point = world.from_first(lambda: check_single(words))
         if point is not None and point.finished:
-            tell_finished(point.run_dir)
+            print_finished(point.run_dir)
             return
         words = Composer().spelled_out(words)
         words = with_swept_axes(words) if sweep else words
         sys.argv[1:] = flags_first([*words, *world.words])  # where Hydra reads them
         with ExitStack() as around:
             if point is not None:
-                around.enter_context(note_at_stop(partial(in_words, point.run_dir)))
+                around.enter_context(note_at_stop(partial(stop_line, point.run_dir)))
             if point is not None and world.first:
                 around.enter_context(nothing_left_if_refused(point.run_dir))
             run(world)

@@ -29,6 +29,7 @@ from qerl_bench.conduct.draft import draft
 from qerl_bench.conduct.probe_queue import probe_bases
 from qerl_bench.conduct.provenance import account_for_changes
 from qerl_bench.conduct.runner import Blocks, archive, blocks_of, check_options, gates_so_far, parse_options, parser_of
+from qerl_bench.sweep.loaded_parent import forks_runs
 from qerl_core.checks import TrainingStopped, require
 from qerl_core.process.cards import visible_gpus
 from qerl_core.process.mps import side_by_side
@@ -50,6 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiers", type=int, nargs="+", default=None, help="run only arms of these, such as tiers=1")
     kept = "run code that is not committed, and keep its changes in out"
     parser.add_argument("--with-changes", action="store_true", help=kept)
+    forks = "fork runs from one process that imports once (default: on Linux without a GPU)"
+    parser.add_argument("--preload", choices=("true", "false"), default=None, help=forks)
     options = parse_options(parser, arguments)
     design, slots, deadline = check_options(options)
     tiers = sorted({arm.tier for arm in design.arms})
@@ -66,6 +69,8 @@ def conduct(design: Design, options: Any, slots: int, deadline: Deadline, tiers:
 
     Raises TrainingStopped if a process failed, or if gates stop every arm.
     """
+    gpus = visible_gpus()
+    preload = forks_runs({"true": True, "false": False}.get(options.preload), gpus)
     chosen = replace(design, arms=tuple(arm for arm in design.arms if arm.tier in tiers or arm is design.reference))
     log.info(spent_first(chosen, options.minutes, slots))
     probes, failed = probe_bases(chosen, options.words, slots, deadline, out)
@@ -94,7 +99,7 @@ def conduct(design: Design, options: Any, slots: int, deadline: Deadline, tiers:
     try:
         failed += [
             f"{point.run_dir}: {reason}"
-            for point, reason in Blocks(blocks, slots, visible_gpus(), deadline, keep).run()
+            for point, reason in Blocks(blocks, slots, gpus, deadline, keep, preload=preload).run()
         ]
     except BaseException:  # a signal too: what is packed may be all that is left of this machine
         keep()

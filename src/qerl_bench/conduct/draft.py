@@ -134,10 +134,10 @@ class Budget:
     @property
     def _answer_minutes(self) -> float:
         """What an answer costs before the runs, as in one of them, `slots` models at a time."""
-        return self.run_minutes / self.answers * math.ceil(self.asked / self.slots)
+        return self.run_minutes / self.answers * math.ceil(self.probed_models / self.slots)
 
     @property
-    def asked(self) -> int:
+    def probed_models(self) -> int:
         """Models that are probed, or copies of one."""
         return self.seeds if self.copies else self.models
 

@@ -27,7 +27,7 @@ from qerl_bench.model.digest import digest_of
 from qerl_bench.model.gguf.convert import record_of
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import base_checkpoint, build_noise, build_policy
-from qerl_bench.probe.answers import asked_at, numbers
+from qerl_bench.probe.answers import numbers, sample_answers
 from qerl_bench.probe.measure import ProbePlan, Reference, measure, questions_scored
 from qerl_bench.probe.rise import sigma_of_rise
 from qerl_bench.run_setup import prepare_device
@@ -112,7 +112,7 @@ def answers(design: Design, task: Task, policy: Policy, engine: RolloutEngine) -
     """How often each of the probe's questions, which RL could draw, is answered, and the entropy of the policy."""
     size = design.probe
     prompts = task.train_prompts(1, size.questions, derive("probe"))
-    found = numbers(asked_at(task, engine, prompts, 1, size.samples, ANSWERS))
+    found = numbers(sample_answers(task, engine, prompts, 1, size.samples, ANSWERS))
     return {key: found[key] for key in ("correct", "samples", "entropy")}
 
 
@@ -160,7 +160,7 @@ def again_asked(design: Design, base: int, reference: Reference, checkpoint: Pat
     policy = build_policy(plain, checkpoint, device)
     with closing(plain.engine.build(policy)) as engine:
         prompts = plan.prompts_of(plain.task)[: questions_scored(plan.samples)]
-        reference.take(plain.train, policy, asked_at(plain.task, engine, prompts, 1, plan.samples, plan.draw))
+        reference.take(plain.train, policy, sample_answers(plain.task, engine, prompts, 1, plan.samples, plan.draw))
 
 
 def machine(device: str) -> dict[str, Any]:

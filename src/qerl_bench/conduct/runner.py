@@ -55,10 +55,11 @@ class Blocks(Sweep):
         deadline: Deadline,
         keep: Callable[[], None] = lambda: None,
         keep_every_s: float = PACK_EVERY_S,
+        preload: bool = False,
     ) -> None:
         points = [point for block in blocks for point in block]
-        super().__init__([point for point in points if point.finished], slots, gpus)
-        self.total = len(points)
+        super().__init__(points, slots, gpus, preload)
+        self.todo.clear()  # until their block begins
         self.blocks = deque(block for block in blocks if block)
         self.deadline = deadline
         self.keep, self.kept, self.kept_at = keep, self.done, time.monotonic()

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from qerl_bench.config import build
-from qerl_bench.estimate.cards import Card
+from qerl_bench.estimate.cards import CARDS, Card
 from qerl_bench.estimate.estimate import RunEstimate, estimate, uncovered
 from qerl_bench.estimate.sizes import sizes_of
 from qerl_bench.estimate.table import Length, table
@@ -23,18 +23,22 @@ CHARACTERS = 4  # of English in a token of a released model's tokenizer, about; 
 PROMPTS = 64  # that are looked at for their length
 
 
-class Told(NamedTuple):
+class GivenLengths(NamedTuple):
     """What the user says of lengths, in tokens; None: from the table, and from the task's questions."""
 
     tokens: float | None = None
     prompt_tokens: float | None = None
 
 
-NOTHING = Told()
+NOTHING = GivenLengths()
 
 
 def of_point(
-    tree: dict[str, Any], card: Card | None, per_card: int, told: Told = NOTHING, tasks: list[Task] | None = None
+    tree: dict[str, Any],
+    card: Card | None,
+    per_card: int,
+    given: GivenLengths = NOTHING,
+    tasks: list[Task] | None = None,
 ) -> RunEstimate | list[str]:
     """The estimate of the run of a composed config, or why there is none. Raises ConfigError if it could not run.
 
@@ -45,23 +49,24 @@ def of_point(
         if experiment.task not in tasks:
             tasks.append(experiment.task)
         experiment = replace(experiment, task=tasks[tasks.index(experiment.task)])
-    return of_experiment(experiment, flat(tree), card, per_card, told)
+    return of_experiment(experiment, flat(tree), card, per_card, given)
 
 
 def of_experiment(
-    experiment: Experiment, config: Mapping[str, Any], card: Card | None, per_card: int, told: Told = NOTHING
+    experiment: Experiment, config: Mapping[str, Any], card: Card | None, per_card: int, given: GivenLengths = NOTHING
 ) -> RunEstimate | list[str]:
     """As `of_point`, of a built experiment and its flat config."""
     if card is None or experiment.device == "cpu":
-        return ["no committed table covers a CPU: steps=2 shows what a step takes here"]
+        there = f"card={'|'.join(CARDS)} estimates a GPU"
+        return [f"no committed table covers a CPU: steps=2 shows what a step takes here, and {there}"]
     if not experiment.algo.on_policy:
         return [f"algo={experiment.algo.name} samples no completions: no committed run on a GPU is without"]
     sizes = sizes_of(experiment.model)
     if missing := [*uncovered(config), *([sizes] if isinstance(sizes, str) else [])]:
         return missing
     assert not isinstance(sizes, str)
-    tokens, said = completion_tokens(experiment, told)
-    prompt, about = prompt_tokens(experiment, told)
+    tokens, said = completion_tokens(experiment, given)
+    prompt, about = prompt_tokens(experiment, given)
     questions = 0
     if hasattr(experiment.eval, "samples") and getattr(experiment.eval, "questions", None) is None:
         questions = len(experiment.task.eval_prompts(None))
@@ -70,11 +75,11 @@ def of_experiment(
     return estimate(work, card, rates, runs, [said, about])
 
 
-def completion_tokens(experiment: Experiment, told: Told) -> tuple[float, str]:
+def completion_tokens(experiment: Experiment, given: GivenLengths) -> tuple[float, str]:
     """Mean tokens of a completion, and where they are from."""
     task, limit = experiment.task, experiment.task.max_completion_tokens
-    if told.tokens is not None:
-        return told.tokens, f"completions of {told.tokens:g} tokens, as you say"
+    if given.tokens is not None:
+        return given.tokens, f"completions of {given.tokens:g} tokens, as you say"
     if isinstance(exact := getattr(task, "completion_tokens", None), int):
         return exact, f"completions of {exact:,} tokens, as task={task.name} makes them"
     known = [one for one in table().lengths if one.task == task.name]
@@ -90,11 +95,11 @@ def of_whom(length: Length) -> str:
     return f"as {length.model} wrote for task={length.task} with a limit of {length.limit:,}; tokens=N for yours"
 
 
-def prompt_tokens(experiment: Experiment, told: Told) -> tuple[float, str]:
+def prompt_tokens(experiment: Experiment, given: GivenLengths) -> tuple[float, str]:
     """Mean tokens of a prompt, and where they are from."""
     task = experiment.task
-    if told.prompt_tokens is not None:
-        return told.prompt_tokens, f"prompts of {told.prompt_tokens:g} tokens, as you say"
+    if given.prompt_tokens is not None:
+        return given.prompt_tokens, f"prompts of {given.prompt_tokens:g} tokens, as you say"
     if isinstance(exact := getattr(task, "prompt_tokens", None), int):
         return exact, f"prompts of {exact:,} tokens, as task={task.name} makes them"
     try:

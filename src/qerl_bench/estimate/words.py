@@ -67,7 +67,7 @@ def brief(found: RunEstimate | Sequence[str]) -> list[str]:
     ]
 
 
-def said_of_run(experiment: Experiment, cfg: DictConfig, device: str) -> list[str]:
+def run_estimate_lines(experiment: Experiment, cfg: DictConfig, device: str) -> list[str]:
     """What a run says before it begins on a GPU; on a CPU nothing, of which no table says anything.
 
     What keeps that from being said is said, and keeps no run from running.
@@ -80,7 +80,7 @@ def said_of_run(experiment: Experiment, cfg: DictConfig, device: str) -> list[st
         return brief([str(error)])
 
 
-def tell_sweep(points: Sequence[Sequence[str]], slots: int, gpus: int) -> None:
+def log_sweep_estimate(points: Sequence[Sequence[str]], slots: int, gpus: int) -> None:
     """Say before a sweep how long all runs of `points`, words of each, will take on so many GPUs, `slots` at a time."""
     if not points or not gpus:
         return

@@ -93,7 +93,7 @@ def require_writable(name: str, *parts: Any) -> None:
                 ) from error
 
 
-def placed(model: PreTrainedModel, device: str, dtype: torch.dtype) -> PreTrainedModel:
+def moved_to(model: PreTrainedModel, device: str, dtype: torch.dtype) -> PreTrainedModel:
     """`model` on `device` with its parameters in `dtype`, but in FP32 those that transformers keeps in it.
 
     Buffers keep theirs: rotary frequencies need FP32.

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.model.base import DTYPES, placed, source_of
+from qerl_bench.model.base import DTYPES, moved_to, source_of
 from qerl_bench.model.gguf.architecture import config_of
 from qerl_bench.model.gguf.convert import converted, describe
 from qerl_bench.model.gguf.header import read_header, require_file
@@ -24,7 +24,7 @@ from qerl_bench.model.gguf.weights import Dither
 from qerl_bench.model.local_folder import REMEDY, check_folder
 from qerl_bench.model.token_ids import require_rows
 from qerl_bench.quant.architecture import causal_lm_config, read_errors
-from qerl_bench.quant.foreign_config import GENERATION, generation_config, said_of_generation
+from qerl_bench.quant.foreign_config import GENERATION, generation_config, generation_config_of
 from qerl_bench.quant.weight_files import weight_files
 from qerl_bench.task.chat_template import check_template, prompt_ids, render_prompt, template_variables
 from qerl_core.checks import Check, check_fields, count, flag, naming, number, one_of, optional, require
@@ -180,7 +180,7 @@ class HubModel:
             require_finite(self._path(), name, parameter.detach())
         if (ends := generation_config(self._path())) is not None:
             model.generation_config = ends
-        return placed(model, device, model.dtype), tokenizer
+        return moved_to(model, device, model.dtype), tokenizer
 
     def _path(self) -> Path:
         path = Path(self.id)
@@ -216,7 +216,7 @@ def _check(id: str, revision: str | None, trust_remote_code: bool, prompt: str, 
 
     config = causal_lm_config(id, revision, trust_remote_code)
     if file := cached_file(id, GENERATION, revision=revision, _raise_exceptions_for_missing_entries=False):
-        said_of_generation(Path(file))
+        generation_config_of(Path(file))
     tokenizer = _tokenizer(id, revision, trust_remote_code)
     messages, template = json.loads(prompt)
     asked_by = "without a chat template"

@@ -51,11 +51,11 @@ def head_of(model: PreTrainedModel) -> Head:
     Call this with all adapters in place.
     """
 
-    def given(*_: Any, inputs_embeds: torch.Tensor, **__: Any) -> BaseModelOutputWithPast:
+    def embeddings_unchanged(*_: Any, inputs_embeds: torch.Tensor, **__: Any) -> BaseModelOutputWithPast:
         return _Output(last_hidden_state=inputs_embeds)  # type: ignore[arg-type]  # says FloatTensor
 
     name = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
-    body = _copy_with(model.get_submodule(name), forward=given)
+    body = _copy_with(model.get_submodule(name), forward=embeddings_unchanged)
     shell = _copy_with(model, _modules={**model._modules, name: body})
 
     def own_head(hidden: torch.Tensor) -> torch.Tensor:

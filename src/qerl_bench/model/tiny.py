@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.model.base import placed
+from qerl_bench.model.base import moved_to
 from qerl_bench.model.qwen2 import Qwen2Spec
 from qerl_core.checks import check_fields, count, positive
 
@@ -52,13 +52,13 @@ class TinyModel(Qwen2Spec):
         tokenizer = self.tokenizer()  # AutoTokenizer would turn the saved one into Qwen2's: NFC, and a 263rd token
         if base is not None:
             model = Qwen2ForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-            return placed(model, device, dtype), tokenizer
+            return moved_to(model, device, dtype), tokenizer
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
             config = self.qwen2_config(vocab_size=len(tokenizer), tie_word_embeddings=True)
             config.initializer_range = self.initial_std()
             model = Qwen2ForCausalLM(config)
-        return placed(placed(model, "cpu", torch.bfloat16), device, dtype), tokenizer
+        return moved_to(moved_to(model, "cpu", torch.bfloat16), device, dtype), tokenizer
 
     def initial_std(self) -> float:
         """The standard deviation of the initial weights."""

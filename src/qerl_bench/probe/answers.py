@@ -41,7 +41,7 @@ SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class AnswerSet:
     """The answers at one temperature, `samples` to each question one after the other, and how long they took.
 
     `peak_gib` is of the memory since its last reset, None if it was not read.
@@ -69,9 +69,9 @@ def sampling(temperature: float, samples: int, max_tokens: int, draw: str) -> Sa
     )
 
 
-def asked_at(
+def sample_answers(
     task: Task, engine: RolloutEngine, prompts: Sequence[Prompt], temperature: float, samples: int, draw: str
-) -> Asked:
+) -> AnswerSet:
     """`samples` answers to each prompt, one if greedy, in one call of the engine."""
     how = sampling(temperature, samples, task.max_completion_tokens, draw)
     started = time.monotonic()
@@ -79,7 +79,7 @@ def asked_at(
         rollouts = engine.generate([*prompts], how)
     seconds = time.monotonic() - started
     rows = [_row(row, rollout) for row, rollout in zip(grade_rollouts(task, rollouts, ""), rollouts, strict=True)]
-    return Asked(temperature=temperature, samples=how.samples, rollouts=rollouts, rows=rows, seconds=seconds)
+    return AnswerSet(temperature=temperature, samples=how.samples, rollouts=rollouts, rows=rows, seconds=seconds)
 
 
 def _row(graded: Mapping[str, Any], rollout: Rollout) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _row(graded: Mapping[str, Any], rollout: Rollout) -> dict[str, Any]:
     return {**{key: graded.get(key) for key in kept}, "entropy": sum(rollout.entropies)}
 
 
-def numbers(asked: Asked) -> dict[str, Any]:
+def numbers(asked: AnswerSet) -> dict[str, Any]:
     """What a record keeps of these answers: right ones by question, and means over all of them or over all tokens."""
     rows, samples = asked.rows, asked.samples
     lenient = None if any(row["lenient"] is None for row in rows) else counts(rows, "lenient", samples)
@@ -107,7 +107,7 @@ def numbers(asked: Asked) -> dict[str, Any]:
     }
 
 
-def table(asked: Sequence[Asked], texts: int) -> pa.Table:
+def table(asked: Sequence[AnswerSet], texts: int) -> pa.Table:
     """The rows of all temperatures, with the completions of the first `texts` questions."""
     rows = []
     for one in asked:
@@ -117,7 +117,7 @@ def table(asked: Sequence[Asked], texts: int) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=SCHEMA)
 
 
-def first(asked: Asked, questions: int) -> Asked:
+def first(asked: AnswerSet, questions: int) -> AnswerSet:
     """The answers to the first of the questions."""
     end = questions * asked.samples
     return replace(asked, rollouts=asked.rollouts[:end], rows=asked.rows[:end])

@@ -24,7 +24,7 @@ from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.lm_head import decoder_of
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import base_checkpoint, build_policy
-from qerl_bench.probe.answers import asked_at
+from qerl_bench.probe.answers import sample_answers
 from qerl_bench.probe.one_model import UNTOLD, probe_plan
 from qerl_bench.probe.parts import Keep, Parts
 from qerl_bench.quant.base import ACTIVATIONS, KEYS_AND_VALUES, BlockFormat
@@ -188,7 +188,7 @@ def measure_cells(
     """
     policy, task = cells.policy, plain.task
     engine = plain.engine.build(policy)
-    texts = asked_at(task, engine, prompts, 1.0, samples, "answers").rollouts
+    texts = sample_answers(task, engine, prompts, 1.0, samples, "answers").rollouts
     known = scores(policy, texts)
     found = {}
     for parts in bar(subsets(cells.parts), "measuring cells", 2 ** len(cells.parts), "cells"):
@@ -210,7 +210,7 @@ def _numbers(
 ) -> dict[str, float]:
     with cells.cell(parts):
         forced = scores(cells.policy, texts)
-        asked = asked_at(task, engine, prompts, 1.0, samples, "answers")
+        asked = sample_answers(task, engine, prompts, 1.0, samples, "answers")
         own = scores(cells.policy, asked.rollouts)
     unrounded = scores(cells.policy, asked.rollouts)
     right = [row["correct"] if row["lenient"] is None else row["lenient"] for row in asked.rows]
@@ -278,7 +278,7 @@ def budget_of(options: Any, words: Sequence[str]) -> tuple[dict[str, Any], Path,
         "environment": {key: value for key, value in environment(device).items() if key not in UNTOLD},
         "copies": {},
     }
-    with note_at_stop(parts.in_words):
+    with note_at_stop(parts.stop_line):
         for number, (one, few) in enumerate(each):
             with phase(f"copy {number + 1} of {len(each)}"):
                 cells = Cells(one, few, options.budget, device)

@@ -18,7 +18,7 @@ from qerl_bench.dose import curve, kl_to
 from qerl_bench.engine.base import RolloutEngine
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.policy import Policy
-from qerl_bench.probe.answers import Asked, first, numbers, table
+from qerl_bench.probe.answers import AnswerSet, first, numbers, table
 from qerl_bench.probe.parts import Keep, anew, kept_answers
 from qerl_bench.task.base import Task
 from qerl_bench.train.spec import TrainSpec
@@ -62,7 +62,7 @@ class Reference:
     policy: Policy | None = None
     rollouts: Sequence[Rollout] = ()
 
-    def take(self, train: TrainSpec, policy: Policy, asked: Asked) -> None:
+    def take(self, train: TrainSpec, policy: Policy, asked: AnswerSet) -> None:
         self.train, self.policy, self.rollouts = train, policy, scored(asked)
 
 
@@ -73,7 +73,7 @@ def measure(
     plan: ProbePlan,
     reference: Reference,
     keep: Keep = anew,
-    tell: Callable[[Sequence[Asked]], None] = lambda asked: None,
+    tell: Callable[[Sequence[AnswerSet]], None] = lambda asked: None,
 ) -> tuple[dict[str, Any], pa.Table]:
     """The numbers of this policy, and a row for each answer (`answers.SCHEMA`).
 
@@ -82,7 +82,7 @@ def measure(
     """
     started = keep("started", lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     reset_peak(policy.device.type)
-    asked: list[Asked] = []
+    asked: list[AnswerSet] = []
     for t in plan.temperatures:
         asked.append(answers_of(experiment.task, engine, plan, keep, t, policy.device.type))
         tell(asked)
@@ -113,11 +113,11 @@ def questions_scored(samples: int) -> int:
     return max(1, KL_ANSWERS // samples)
 
 
-def scored(asked: Asked) -> list[Rollout]:
+def scored(asked: AnswerSet) -> list[Rollout]:
     return first(asked, questions_scored(asked.samples)).rollouts
 
 
-def kl_between(train: TrainSpec, policy: Policy, plain: Asked, reference: Reference) -> dict[str, float]:
+def kl_between(train: TrainSpec, policy: Policy, plain: AnswerSet, reference: Reference) -> dict[str, float]:
     """KL in nats a token, as mismatch/kl: from this policy to the reference on answers of this policy (`own`), and from
     the reference to this policy on answers of the reference (`of_reference`); all at temperature 1.
 
@@ -133,7 +133,7 @@ def kl_between(train: TrainSpec, policy: Policy, plain: Asked, reference: Refere
 
 def answers_of(
     task: Task, engine: RolloutEngine | None, plan: ProbePlan, keep: Keep, temperature: float, device: str
-) -> Asked:
+) -> AnswerSet:
     """The answers at a temperature; without an engine they must be known."""
     prompts, name = plan.prompts_of(task), f"temperature {temperature:g}"
     how = temperature, plan.samples, plan.draw

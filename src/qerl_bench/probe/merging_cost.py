@@ -8,7 +8,7 @@ from qerl_bench.dose import kl_to
 from qerl_bench.engine.base import RolloutEngine
 from qerl_bench.eval.base import with_error
 from qerl_bench.model.policy import Policy
-from qerl_bench.probe.answers import asked_at
+from qerl_bench.probe.answers import sample_answers
 from qerl_bench.task.base import Task
 from qerl_bench.train.spec import TrainSpec
 from qerl_core.process.progress import phase
@@ -34,7 +34,7 @@ def merging_cost(
     kl: dict[str, float] = {}
 
     def ask(name: str) -> list[Rollout]:
-        asked = asked_at(task, engine, prompts, 1.0, samples, DRAW)
+        asked = sample_answers(task, engine, prompts, 1.0, samples, DRAW)
         marks = [float(row["correct"]) for row in asked.rows]
         right[name] = [marks[start : start + samples] for start in range(0, len(marks), samples)]
         return asked.rollouts

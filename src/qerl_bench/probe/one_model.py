@@ -19,7 +19,7 @@ from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.gguf.convert import record_of, rounding_notice
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import base_checkpoint, build_policy
-from qerl_bench.probe.answers import Asked, numbers, table
+from qerl_bench.probe.answers import AnswerSet, numbers, table
 from qerl_bench.probe.contamination import contamination, questions
 from qerl_bench.probe.measure import ProbePlan, Reference, answers_of, measure
 from qerl_bench.probe.parts import Parts, kept_answers
@@ -65,14 +65,15 @@ def probe(
     """
     first = next(iter(experiments.values()))
     device = prepare_device(first.device, first.quant)
+    log.info(to_ask(experiments, options))
     base = base_checkpoint(first.model, first.task, first.root)
     if (origin := record_of(base)) and (rounded := rounding_notice(origin)):
         log.info(rounded)
     digest = digest_of(first.model, base)
     completed = questions(first.task, options.contamination)
-    asked = experiments, asked_for(options), chosen, digest, probe_plan(options).prompts_of(first.task), completed
+    asked = experiments, probe_options(options), chosen, digest, probe_plan(options).prompts_of(first.task), completed
     parts = Parts(out, repr(asked))
-    with note_at_stop(parts.in_words):
+    with note_at_stop(parts.stop_line):
         probing = Probing(experiments, options, chosen, base, device, parts)
         record = {
             "model": name_of_base(first.model),
@@ -81,7 +82,7 @@ def probe(
             "task": first.task.name,
             "group": first.rollout.group_size,
             "max_completion_tokens": first.task.max_completion_tokens,
-            "options": asked_for(options),
+            "options": probe_options(options),
             "started": parts("started", now),
             "environment": {key: value for key, value in environment(device).items() if key not in UNTOLD},
         }
@@ -119,7 +120,7 @@ class Probing:
             with nullcontext((None, None)) if known else self.loaded(quant) as (policy, engine):
                 if experiment is self.first and completed:
                     record["contamination"] = contamination(self.parts, completed, policy, engine)
-                    self.tell(record)
+                    self.write_page(record)
                 if experiment is self.first and isinstance(experiment.task, PromptTask):
                     tables += self.in_answer_formats(record, engine)
                 task = in_answer_format(experiment.task, self.best)
@@ -129,7 +130,7 @@ class Probing:
             tables.append(labelled(table(self.answers(quant, task), self.options.texts), quant, self.best))
             right = 100 * sum(measured["correct"]) / rights(measured)
             log.info("%s: %.1f %% right at temperature 1", quant, right)
-            self.tell(record)
+            self.write_page(record)
         return pa.concat_tables(tables)
 
     @contextmanager
@@ -154,11 +155,11 @@ class Probing:
         keep, options, size = self.parts.of(quant), self.options, probe_plan(self.options)
         one = replace(self.experiments[quant], task=task)
 
-        def tell(asked: Sequence[Asked]) -> None:
+        def write_page(asked: Sequence[AnswerSet]) -> None:
             record["formats"][quant] = {"temperatures": {f"{at.temperature:g}": numbers(at) for at in asked}}
-            self.tell(record)
+            self.write_page(record)
 
-        found = measure(one, policy, engine, size, self.reference, keep, tell)[0]
+        found = measure(one, policy, engine, size, self.reference, keep, write_page)[0]
         found["prompt"] = policy.text_of(size.prompts_of(task)[0])
         if options.rise > 0:
             with phase(f"looking for the noise that raises entropy by {options.rise:.0%}"):
@@ -166,7 +167,7 @@ class Probing:
                 found["rise"] = sigma_of_rise(one, policy, engine, options.rise, prompts, DOSE_DRAWS, keep)
         return found
 
-    def answers(self, quant: str, task: Task) -> list[Asked]:
+    def answers(self, quant: str, task: Task) -> list[AnswerSet]:
         """The answers in a format, which are known, at all temperatures."""
         size, keep = probe_plan(self.options), self.parts.of(quant)
         return [answers_of(task, None, size, keep, at, self.device) for at in size.temperatures]
@@ -185,20 +186,43 @@ class Probing:
             asked = kept_answers(self.parts, *how)
             found[name] = numbers(asked)
             tables.append(labelled(table([asked], self.options.texts), self.first.quant.name, name))
-            self.tell(record)
+            self.write_page(record)
         if found and not self.chosen:
             self.best = record["answer_format"] = best_of(found, self.best)
         return tables
 
-    def tell(self, record: dict[str, Any]) -> None:
+    def write_page(self, record: dict[str, Any]) -> None:
         self.parts.page(so_far(record))
+
+
+def to_ask(experiments: Mapping[str, Experiment], options: Any) -> str:
+    """How much a probe asks, before it does."""
+    task = next(iter(experiments.values())).task
+    names = options.answer_formats or [*ANSWER_FORMATS]
+    compared = len(names) if isinstance(task, PromptTask) and len(names) > 1 else 0
+    greedy = compared * min(ANSWER_FORMAT_QUESTIONS, options.questions)
+    answers = options.questions * sum(options.samples if at else 1 for at in options.temperatures)
+    each = [
+        f"{answers:,} answers",
+        *([f"noise of {len(options.sigmas)} sizes"] if options.sigmas else []),
+        *([f"a search for the noise that raises entropy by {options.rise:.0%}"] if options.rise else []),
+    ]
+    parts = [
+        *([f"{options.contamination} questions of each part to complete"] if options.contamination else []),
+        *([f"{greedy:,} greedy answers in {compared} answer formats"] if greedy else []),
+        f"in each of {len(experiments)} weight formats {', '.join(each)}",
+    ]
+    return (
+        f"to ask: {'; '.join(parts)}. Answers have up to {task.max_completion_tokens:,} tokens; questions=, samples=, "
+        "temperatures=, answer_formats= and rise=0 ask less"
+    )
 
 
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def asked_for(options: Any) -> dict[str, Any]:
+def probe_options(options: Any) -> dict[str, Any]:
     """The options of a probe that decide its numbers."""
     return {key: value for key, value in vars(options).items() if key not in ("out", "words")}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_bench.engine.base import RolloutEngine
-from qerl_bench.probe.answers import Asked, asked_at
+from qerl_bench.probe.answers import AnswerSet, sample_answers
 from qerl_bench.task.base import Task
 from qerl_core.process.device import peak_gib
 from qerl_core.records import Prompt, Rollout
@@ -54,7 +54,7 @@ class Parts:
         """Write what is known so far, to be read."""
         write_atomically(self.folder / PAGE, text)
 
-    def in_words(self) -> str:
+    def stop_line(self) -> str:
         """What a stop leaves of this probe, and what goes on with it."""
         known = len([*self.folder.glob("*.json")])
         page = f", tables so far in {self.folder / PAGE}" if (self.folder / PAGE).is_file() else ""
@@ -78,15 +78,15 @@ def kept_answers(
     samples: int,
     draw: str,
     device: str,
-) -> Asked:
-    """`answers.asked_at` with peak of memory and without the seconds of recording, or what is known of it.
+) -> AnswerSet:
+    """`answers.sample_answers` with peak of memory and without the seconds of recording, or what is known of it.
 
     Without an engine it must be known.
     """
 
     def ask() -> dict[str, Any]:
         assert engine is not None, f"{name} is not known"
-        asked = asked_at(task, engine, prompts, temperature, samples, draw)
+        asked = sample_answers(task, engine, prompts, temperature, samples, draw)
         seconds = asked.seconds - engine.sleep().get("time/recording_s", 0.0)
         rollouts = [{key: value for key, value in vars(one).items() if key != "prompt"} for one in asked.rollouts]
         return {**vars(asked), "rollouts": rollouts, "seconds": seconds, "peak_gib": peak_gib(device)}
@@ -94,4 +94,4 @@ def kept_answers(
     found = keep(name, ask)
     prompt_of = [prompt for prompt in prompts for _ in range(found["samples"])]
     pairs = zip(prompt_of, found["rollouts"], strict=True)
-    return Asked(**{**found, "rollouts": [Rollout(prompt=prompt, **one) for prompt, one in pairs]})
+    return AnswerSet(**{**found, "rollouts": [Rollout(prompt=prompt, **one) for prompt, one in pairs]})

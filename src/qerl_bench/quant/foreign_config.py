@@ -107,7 +107,7 @@ def _read_by_model(kind: type) -> set[str]:
     return {quoted or plain for quoted, plain in found}
 
 
-def said_of_generation(file: Path) -> dict[str, Any]:
+def generation_config_of(file: Path) -> dict[str, Any]:
     """What a generation_config.json says. Raises ConfigError if it is no JSON, or an end of text is no token id."""
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
@@ -124,7 +124,7 @@ def said_of_generation(file: Path) -> dict[str, Any]:
 
 
 def generation_config(folder: Path) -> Any:
-    """The generation config in `folder`; None without a file. Raises ConfigError as `said_of_generation` does.
+    """The generation config in `folder`; None without a file. Raises ConfigError as `generation_config_of` does.
 
     What could be read and not written again, such as a temperature without sampling, is left out with a word: a run
     would end at its first checkpoint.
@@ -134,7 +134,7 @@ def generation_config(folder: Path) -> Any:
     file = folder / GENERATION
     if not file.is_file():
         return None
-    said = said_of_generation(file)
+    said = generation_config_of(file)
     wrong = [key for key in IDS[::2] if said.get(key) is not None and not _is_id(said[key])]
     if wrong:
         log.warning("%s has %s, which is no token id: left out", file, ", ".join(f"{k}={said[k]!r}" for k in wrong))

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.config import build
 from qerl_bench.experiment_spec import Experiment
+from qerl_bench.task.dataset import DataRefused, TooFew
 from qerl_core.checks import ConfigError, require
 from qerl_core.options.composer import Composer
 from qerl_core.options.foreign_names import WITHOUT_KEY
@@ -63,7 +64,7 @@ def no_flag(given: Sequence[str]) -> str:
     return f"{' '.join(given)}: no such flag. An option is a word without dashes: {right}; --help lists the flags"
 
 
-def tell_finished(run_dir: Path) -> None:
+def print_finished(run_dir: Path) -> None:
     """Print the result of a run that is complete, as the run itself did."""
     from qerl_studies.tables.terminal import places, render, summary
 
@@ -84,7 +85,7 @@ def check(cfg: DictConfig) -> Experiment:
     experiment = build(cfg)
     experiment.model.check_files()
     experiment.engine.check(experiment.device, experiment.quant)
-    experiment.task.check()
+    check_data(experiment)
     experiment.check_calibration()
     experiment.reward.check(experiment.task)
     if not experiment.algo.on_policy:
@@ -94,6 +95,19 @@ def check(cfg: DictConfig) -> Experiment:
     experiment.logger.check()
     check_run_dir(experiment.run_dir, cfg)
     return experiment
+
+
+def check_data(experiment: Experiment) -> None:
+    """Check the data of the task. Where words would mend them, too few held-out questions are refused with them."""
+    try:
+        experiment.task.check()
+    except DataRefused as refused:
+        if refused.mended is not None:
+            try:
+                refused.mended.eval_prompts(getattr(experiment.eval, "questions", None))
+            except TooFew as error:
+                raise DataRefused([*refused.said, str(error)], [*refused.words, *error.words], None) from None
+        raise
 
 
 def check_points(job_overrides: Sequence[Sequence[str]], here: bool = True) -> list[Point]:
@@ -139,7 +153,7 @@ def check_point(composer: Composer, overrides: Sequence[str], here: bool = True,
     return Point(list(overrides), name, run_dir, finished and damage is None, damage)
 
 
-def tell_what_follows(points: Sequence[Sequence[str]]) -> None:
+def note_following_alpha(points: Sequence[Sequence[str]]) -> None:
     """Say that lora.alpha differs between the points of a sweep over lora.rank, whose words do not name it."""
     by_rank = {word: words for words in points for word in words if word.startswith("lora.rank=")}
     if len(by_rank) < 2 or any(word.startswith("lora.alpha=") for words in points for word in words):

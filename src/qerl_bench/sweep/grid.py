@@ -33,7 +33,7 @@ def grid(words: Sequence[str]) -> tuple[list[list[str]], int | None]:
         refuse_unlisted(overrides)
         points = [point for batch in BasicSweeper.split_arguments(overrides, None) for point in batch]
     except HydraException as error:
-        raise ConfigError(composer.in_words(error, words)) from error
+        raise ConfigError(composer.explained(error, words)) from error
     return [[word for word in point if not word.startswith("hydra")] for point in points], hydra.launcher.get("slots")
 
 

@@ -13,7 +13,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from qerl_bench.sweep.check import check_points, tell_what_follows
+from qerl_bench.sweep.check import check_points, note_following_alpha
 from qerl_bench.sweep.table import sweep_table
 from qerl_core.checks import Check, ConfigError, require
 from qerl_core.options.hydra_options import refuse_unusable
@@ -47,7 +47,7 @@ class SweepLauncher(Launcher):
         )
         words = [[*self.search_path, *overrides] for overrides in job_overrides]
         points = check_points(words, self.here)
-        tell_what_follows(words)
+        note_following_alpha(words)
         damaged = [(point, point.damage) for point in points if point.damage is not None]
         sound = [point for point in points if point.damage is None]
         todo = len(unfinished(sound))

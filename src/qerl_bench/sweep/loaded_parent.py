@@ -33,7 +33,7 @@ def is_loaded_parent() -> bool:
     return SERVES in os.environ
 
 
-def wanted(preload: bool | None, gpus: Sequence[str]) -> bool:
+def forks_runs(preload: bool | None, gpus: Sequence[str]) -> bool:
     """Whether runs are forked; None: on Linux, where no GPU is visible. Raises ConfigError if they cannot be."""
     linux = sys.platform == "linux"
     if preload and not linux:

@@ -27,7 +27,7 @@ from qerl_core.rundir.checkpoints import is_finished
 from qerl_core.rundir.locks import TELL_EVERY_S, WAIT_LIMIT_S, holder
 from qerl_core.rundir.refusals import CODE as REFUSED
 from qerl_core.rundir.refusals import discard
-from qerl_core.rundir.stops import note_at_stop, saved
+from qerl_core.rundir.stops import note_at_stop, saved_step
 from qerl_core.sweeps.pace import Pace, counts, run_left, share_done, share_to_make, time_left
 from qerl_core.sweeps.points import Point
 
@@ -65,7 +65,7 @@ class Sweep:
 
     def run(self) -> list[tuple[Point, str]]:
         """The failed points, each with the reason in one line."""
-        with self.preloaded or nullcontext(), note_at_stop(self.in_words):
+        with self.preloaded or nullcontext(), note_at_stop(self.stop_line):
             try:
                 self.run_all()
             except BaseException as error:
@@ -89,9 +89,9 @@ class Sweep:
             if shown:
                 shown.label = self.state()
 
-    def in_words(self) -> str:
+    def stop_line(self) -> str:
         """What a stop leaves of this sweep, whose runs have ended."""
-        of_runs = [f"{one.point.name}: {saved(one.point.run_dir)} is saved" for one in self.running.values()]
+        of_runs = [f"{one.point.name}: {saved_step(one.point.run_dir)} is saved" for one in self.running.values()]
         done = f"{self.done} of {self.total} runs are done"
         return f"stopped; {'; '.join([done, *of_runs])}; the same command goes on"
 

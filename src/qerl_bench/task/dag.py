@@ -119,7 +119,7 @@ def random_graph(draw: random.Random, operations: int, distractors: int) -> tupl
         stated[next(names)] = (draw.choice(known), draw.choice(OPERATORS), draw.choice(known))
     order = list(stated)
     draw.shuffle(order)
-    statements = [f"{name} = {shown(stated[name])} ." for name in order]
+    statements = [f"{name} = {expression(stated[name])} ." for name in order]
     values = worked_through(needed, lambda left, op, right: calculate(left, op, right) % MODULUS)
     calculations = worked_through(needed, derive)  # a hash of how each value comes about, whatever it is called
     question = f"{' '.join(statements)} ? {asked} :"
@@ -193,7 +193,7 @@ def operands_of(definition: Definition) -> tuple[str, ...]:
     return () if isinstance(definition, int) else (definition[0], definition[2])
 
 
-def shown(definition: Definition) -> str:
+def expression(definition: Definition) -> str:
     return str(definition) if isinstance(definition, int) else " ".join(definition)
 
 
@@ -204,5 +204,5 @@ def step(name: str, definition: Definition, values: dict[str, int], solution: st
         return f"{name} = {definition} ;"
     left, op, right = definition
     values[name] = calculate(values[left], op, values[right]) % MODULUS
-    names = "" if solution == "terse" else f"{shown(definition)} = "
+    names = "" if solution == "terse" else f"{expression(definition)} = "
     return f"{name} = {names}{values[left]} {op} {values[right]} = {values[name]} ;"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -32,6 +32,23 @@ class Leaked(ConfigError):
     """Training questions are held out too."""
 
     words = ("task.leaks=drop",)
+
+
+class TooFew(ConfigError):
+    """Fewer questions are held out than are to be asked."""
+
+    words = ("eval.questions=null",)
+
+
+class DataRefused(ConfigError):
+    """All that is wrong with a data set, a line each, and the `words` that mend it; `mended` has its held-out questions
+    as they then are. None: words do not suffice."""
+
+    def __init__(self, said: Sequence[str], words: Sequence[str], mended: DatasetTask | None) -> None:
+        self.said, self.words, self.mended = [*said], [*words], mended
+        numbered = [f"({number}) {one}" for number, one in enumerate(said, start=1)]
+        several = [f"{len(said)} things are wrong.", *numbered, f"In one: {' '.join(words)}"]
+        super().__init__("\n".join(several) if len(said) > 1 else said[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +86,9 @@ class DatasetTask(PromptTask):
         What words would mend is taken as mended, to find what else is wrong: all is said at once.
         """
         self.grader.check()
-        task, said, words = self, [], []
-        while True:
+        task: DatasetTask | None = self
+        said, words = [], []
+        while task is not None:
             try:
                 task.rows("train")
                 task.rows("test")
@@ -78,20 +96,14 @@ class DatasetTask(PromptTask):
             except ConfigError as error:
                 said.append(str(error))
                 words += getattr(error, "words", [])
-                mended = task._mended(error)
-                if mended is None:
+                if isinstance(error, Leaked):  # the last thing that can be wrong
                     break
-                task = mended
-        if len(said) > 1:
-            numbered = " ".join(f"({number}) {one}" for number, one in enumerate(said, start=1))
-            raise ConfigError(f"{len(said)} things are wrong. {numbered} In one: {' '.join(words)}")
+                task = task._mended(error)
         if said:
-            raise ConfigError(said[0])
+            raise DataRefused(said, words, task)
 
     def _mended(self, error: ConfigError) -> DatasetTask | None:
         """This task with what the words of `error` say; None if it has none."""
-        if isinstance(error, Leaked):
-            return replace(self, leaks="drop")
         if not isinstance(error, Refused) or error.mended is None:
             return None
         return replace(self, **{error.words[0].lstrip("'").split(".")[1]: error.mended})
@@ -104,11 +116,11 @@ class DatasetTask(PromptTask):
 
     def eval_prompts(self, count: int | None) -> list[Prompt]:
         rows = self._eval_rows
-        require(
-            count is None or 1 <= count <= len(rows),
-            f"task={self.name} has {len(rows)} test questions, got count={count}; set eval.questions to 1 to "
-            f"{len(rows)}, or null = all",
-        )
+        if count is not None and not 1 <= count <= len(rows):
+            raise TooFew(
+                f"task={self.name} has {len(rows)} test questions, got count={count}; set eval.questions to 1 to "
+                f"{len(rows)}, or null = all"
+            )
         return [self._prompt("test", row) for row in rows[:count]]
 
     def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
@@ -208,14 +220,14 @@ class DatasetTask(PromptTask):
             for row, twin in leaked[:MAX_EXAMPLES]
         )
         summary = f"{len(leaked)} of {len(rows)} training questions of task={self.name} are also in its test split"
+        require(
+            len(leaked) < len(rows), f"{summary} ({examples}): no training question is left; use another train_file"
+        )
         if self.leaks != "drop":
             raise Leaked(
                 f"{summary}; none may be ({examples}). Remove them from one of the two, or drop them from training "
                 "with task.leaks=drop"
             )
-        require(
-            len(leaked) < len(rows), f"{summary} ({examples}): no training question is left; use another train_file"
-        )
         log.warning("%s and were dropped from training (%s)", summary, examples)
         dropped = {row.line for row, _ in leaked}
         return tuple(row for row in rows if row.line not in dropped)

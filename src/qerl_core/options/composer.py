@@ -103,7 +103,7 @@ class Composer:
             overrides = self.spelled_out(overrides)
             return self._unresolved(overrides)
         except HydraException as error:
-            raise ConfigError(self.in_words(error, overrides)) from error
+            raise ConfigError(self.explained(error, overrides)) from error
 
     def spelled_out(self, words: Sequence[str]) -> list[str]:
         """`words` with option and key of each model=PLACE and reward=FILE.py; an option of that name comes first."""
@@ -130,7 +130,7 @@ class Composer:
             check_option_names(cfg, runtime)
         return cfg, runtime
 
-    def in_words(self, error: HydraException, overrides: Sequence[str]) -> str:
+    def explained(self, error: HydraException, overrides: Sequence[str]) -> str:
         """What is said of Hydra's `error` over these words: the option that was probably meant."""
         if isinstance(error, OverrideParseException):
             return unread(error.override)

@@ -32,7 +32,7 @@ BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}{postfix}]
 TICK_S = 1.0  # a phase that is shorter shows no bar
 STEP_LINES = 20  # on a pipe
 STEPS = "step"  # the label of a run's steps
-COMPLETIONS = "completions"  # the unit of phases in which tokens are told, too
+COMPLETIONS = "completions"  # the unit of phases of which tokens are printed, too
 LEVEL = (
     "QERL_LOG_LEVEL"  # environment variable, of the runs of a sweep too: the least of what the terminal shows of logs
 )
@@ -49,7 +49,7 @@ SUPERVISED_COLUMNS = (("loss", "loss", "{:.4f}"), ("grad_norm", "grad", "{:.2g}"
 
 
 def quiet() -> bool:
-    """Whether nothing is told but the steps of a run, warnings and errors (-q)."""
+    """Whether nothing is printed but the steps of a run, warnings and errors (-q)."""
     return os.environ.get(LEVEL) == "WARNING"
 
 
@@ -73,7 +73,7 @@ class Phase:
         self.begun = 0.0  # parts, of those that are being made
         self.next = 1  # parts that are made together
         self.started = self.advanced = time.monotonic()  # advanced: when the last part was made
-        self.told = False
+        self.announced = False
         self.note = ""  # behind the bar
         self.bar: tqdm | None = None
 
@@ -153,7 +153,7 @@ class Watch:
                 self.phases.remove(phase)
             phase.hide()
         self.took[phase.label] = phase.elapsed_s
-        if phase.told and not self.phases:
+        if phase.announced and not self.phases:
             self.say(f"{phase}: took {duration(phase.elapsed_s)}")
 
     def tick(self) -> None:
@@ -168,16 +168,16 @@ class Watch:
                         if one.elapsed_s >= TICK_S and (one.label == STEPS or not quiet()):
                             one.show()
                 elif self.is_silent():
-                    self.tell()
+                    self.print_heartbeat()
 
     def is_silent(self, share: float = 1.0) -> bool:
         """Whether this `share` of the silence that is allowed is over."""
         return time.monotonic() - self.said >= share * silence_s(self.phases[0].elapsed_s)
 
-    def tell(self) -> None:
+    def print_heartbeat(self) -> None:
         """Print what is going on, and how long it will take as far as that is known."""
         inner = self.phases[-1]
-        inner.told = True
+        inner.announced = True
         left = next((one.left_s for one in reversed(self.phases) if one.left_s is not None), None)
         ending = "" if left is None or left < 1 else f", about {duration(left)} left"  # 0:00 would be said for long
         self.say(f"{', '.join(map(str, self.phases))}: {duration(inner.elapsed_s)} so far{ending}")

@@ -26,7 +26,7 @@ KEPT = ("after", "commit", "dirty", *MADE_WITH)  # of an earlier attempt
 BACK = "(model.id, task.*_file, or a warm start that was made again), or give this run another name"
 
 
-def joined(path: Path, now: Mapping[str, Any]) -> dict[str, Any]:
+def recorded_attempt(path: Path, now: Mapping[str, Any]) -> dict[str, Any]:
     """What the env.json of an attempt says, which is made with `now`: that, the step `after` which it begins, and the
     `earlier` attempts whose steps are kept, as far as they differ.
 
@@ -45,7 +45,7 @@ def joined(path: Path, now: Mapping[str, Any]) -> dict[str, Any]:
         require_same_inputs(path, before.get("inputs"), now.get("inputs"))
     attempts = [entry for entry in [*before.get("earlier", []), before] if entry and entry.get("after", 0) < after]
     earlier = [{"after": 0} | {key: entry[key] for key in KEPT if key in entry} for entry in attempts]
-    return {**now, "after": after, "earlier": [entry for entry in earlier if told(path, entry, now)]}
+    return {**now, "after": after, "earlier": [entry for entry in earlier if warned_of_changes(path, entry, now)]}
 
 
 def require_same_base(path: Path, earlier: object, base: object) -> None:
@@ -71,7 +71,7 @@ def require_same_inputs(path: Path, earlier: object, inputs: object) -> None:
     )
 
 
-def told(path: Path, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+def warned_of_changes(path: Path, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether steps were made with something else than `now`, and a warning of what."""
     different = [key for key in MADE_WITH if earlier.get(key) != now.get(key)]
     if different:
@@ -80,12 +80,12 @@ def told(path: Path, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> bool
             "env.json keeps both, and who compares runs is told (--mixed-code)",
             path,
             earlier.get("after") or 0,
-            ", ".join(_in_words(key, earlier.get(key), now.get(key)) for key in different),
+            ", ".join(_change(key, earlier.get(key), now.get(key)) for key in different),
         )
     return bool(different)
 
 
-def _in_words(key: str, before: Any, now: Any) -> str:
+def _change(key: str, before: Any, now: Any) -> str:
     if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
         return f"{key} ({before}, now {now})"
     names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))

@@ -1,4 +1,5 @@
-"""Files that survive a power loss: what vouches for something is renamed into place when that is on the disk."""
+"""Files that survive a power loss: a checkpoint or done.json is renamed into place when all files that it seals are on
+the disk."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from qerl_core.rundir.checkpoints import checkpoints, is_finished, step_of
 from qerl_core.rundir.checksums import DONE
 from qerl_core.rundir.read_files import read_config, read_object
 from qerl_core.rundir.recorded_types import RESULT, require_environment, require_kinds
-from qerl_core.rundir.run_checks import check_records, saved
+from qerl_core.rundir.run_checks import check_records, damage_remedy
 
 LATER_WITHOUT_EFFECT = {"eval": {"every": 0, "every_questions": 1}, "logger": {"names": None}}  # keys by group
 
@@ -46,13 +46,13 @@ def stored_config(run_dir: Path) -> DictConfig:
 def own_folders(run_dir: Path) -> list[str]:
     """The folders of options of its own that a run had; none of one that was made before they were on record."""
     file = run_dir / "env.json"
-    said = read_object(file, saved(run_dir, file.name, True)) if file.is_file() else {}
+    said = read_object(file, damage_remedy(run_dir, file.name, True)) if file.is_file() else {}
     require_environment(str(file), said, "Take another run")
     return said.get("own_folders", [])
 
 
 def with_later_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` with the keys without effect that it was made before, in each part whose class has them by now."""
+    """`config` with keys that were added after the run was made, at neutral values, where its classes have them."""
 
     def grown(group: str, part: Any) -> Any:
         if not isinstance(part, dict):
@@ -84,7 +84,7 @@ def chosen_checkpoint(run_dir: Path, which: str, steps: int) -> Path:
         "with another eval=... or eval.quant=...",
     )
     require(bool(found), f"{run_dir} has no checkpoint; delete the folder and run it again")
-    done = read_object(run_dir / DONE, saved(run_dir, DONE, True))
+    done = read_object(run_dir / DONE, damage_remedy(run_dir, DONE, True))
     require_kinds(str(run_dir / DONE), done, RESULT, "Take another run")
     best = done.get("checkpoints", {}).get("best")
     if which == "last":

@@ -13,7 +13,7 @@ from typing import Any
 from qerl_core.checks import TrainingStopped
 from qerl_core.rundir.checksums import GROWING, broken
 from qerl_core.rundir.durable import sync
-from qerl_core.rundir.run_checks import saved
+from qerl_core.rundir.run_checks import damage_remedy
 
 
 class GrowingFiles:
@@ -55,7 +55,7 @@ class GrowingFiles:
         if reason is not None:
             raise TrainingStopped(
                 f"{self._folder}: another program changed {name} while this run was alive: {reason}. Nothing is sealed "
-                f"of that. {saved(self._folder, name, False)}"
+                f"of that. {damage_remedy(self._folder, name, False)}"
             )
 
 

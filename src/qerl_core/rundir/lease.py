@@ -59,7 +59,7 @@ class Lease:
             if (held := read(path)) is None:
                 writing.write_text(text)
                 sync(writing)  # a lease that a power loss cut would name no machine, and be held until it is stale
-                if placed(writing, path):
+                if link_exclusively(writing, path):
                     return cls(path, text)
             elif is_held(path, held, alone):
                 return None
@@ -93,7 +93,7 @@ class Lease:
         writing = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
         writing.write_text(self._text)
         sync(writing)
-        if placed(writing, self._path):
+        if link_exclusively(writing, self._path):
             log.warning("%s was deleted or damaged by another program, and is made again", self._path)
         return None
 
@@ -161,7 +161,7 @@ def server_time(folder: Path) -> float:
         return time.time()
 
 
-def placed(writing: Path, path: Path) -> bool:
+def link_exclusively(writing: Path, path: Path) -> bool:
     """Give the file `writing` the name `path`, unless that exists. Where there are no links, the last one wins."""
     try:
         os.link(writing, path)
@@ -183,7 +183,7 @@ def set_aside(path: Path, stale: str) -> None:
     except FileNotFoundError:
         return
     if read(aside) != stale:
-        placed(aside, path)
+        link_exclusively(aside, path)
     aside.unlink(missing_ok=True)
 
 

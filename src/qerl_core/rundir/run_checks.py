@@ -109,7 +109,7 @@ def check_records(path: Path, otherwise: str, to_continue: bool = False) -> None
             break
     if damage is not None:
         name, reason = damage
-        raise ConfigError(f"{path} is damaged: {reason}. {saved(path, name, finished)}. {otherwise}")
+        raise ConfigError(f"{path} is damaged: {reason}. {damage_remedy(path, name, finished)}. {otherwise}")
     if finished and "metrics.jsonl" in vouched:
         steps = read_config(path / "config.yaml").get("steps")
         reason = lacking_steps(path, whole_lines(path / "metrics.jsonl"), steps)
@@ -122,14 +122,14 @@ def vouched_seals(path: Path) -> dict[str, Seal]:
     """The seals of growing files that done.json or the last checkpoint keeps; empty without either."""
     checkpoint = last_checkpoint(path)
     if is_finished(path):
-        remedy = saved(path, DONE, True)
+        remedy = damage_remedy(path, DONE, True)
         seals = read_object(path / DONE, remedy).get("seals", {})
         require(are_seals(seals), f"{path / DONE} is damaged. {remedy}")
         return seals
     return {} if checkpoint is None else read_manifest(checkpoint)["run"]
 
 
-def saved(path: Path, name: str, finished: bool) -> str:
+def damage_remedy(path: Path, name: str, finished: bool) -> str:
     """What is left of a run in which the file `name` is damaged, and how to go on with it."""
     if name == DONE:
         return "Delete it, and the same command finishes the run again"
@@ -140,7 +140,7 @@ def saved(path: Path, name: str, finished: bool) -> str:
             if expected and broken(path / name, expected, quick=False, grows=True) is None:
                 return continues_from(checkpoint, later, finished)
             later.append(checkpoint.name)
-        return "No checkpoint vouches for what is left of it: delete the folder to run it again"
+        return "What is left of it belongs to no checkpoint: delete the folder to run it again"
     if name in MADE_AGAIN and finished:
         return f"Delete {name} and {DONE}, and the same command writes both again"
     return (
@@ -159,7 +159,7 @@ def continues_from(checkpoint: Path, later: Sequence[str], finished: bool) -> st
 def lacking_steps(path: Path, records: Iterable[Mapping[str, Any]], steps: object) -> str | None:
     """What is wrong if `records`, the lines of metrics.jsonl, have not one train line of each of the `steps`, or None.
 
-    A run is not whole without them, whoever vouches for its file.
+    A run is not whole without them, whatever sealed its file.
     """
     found = Counter(str(record.get("step")) for record in records if record.get("kind") == "train")
     expected = range(1, steps + 1) if isinstance(steps, int) and steps <= MAX_STEPS else ()

@@ -21,7 +21,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_core.checks import ConfigError, TrainingStopped
-from qerl_core.rundir.attempts import ENVIRONMENT, joined
+from qerl_core.rundir.attempts import ENVIRONMENT, recorded_attempt
 from qerl_core.rundir.checkpoints import check_checkpoint, checkpoints, is_finished, last_checkpoint, step_of
 from qerl_core.rundir.checksums import DONE, SEALS, broken, replacing, seal, settle
 from qerl_core.rundir.disk_errors import size, stopped_by_disk
@@ -34,9 +34,9 @@ from qerl_core.rundir.run_checks import (
     ELSEWHERE,
     RunDamaged,
     check_run_dir,
+    damage_remedy,
     lacking_steps,
     refuse_locked,
-    saved,
     vouched_seals,
 )
 
@@ -143,7 +143,7 @@ class RunDir:
         self.base = base
         of_model = {"base": base, "remote_code": remote_code, "gguf": gguf, "inputs": inputs}
         given = {key: value for key, value in of_model.items() if key == "base" or value is not None}
-        said = joined(self.path, environment(device) | given | {"ranks": ranks})
+        said = recorded_attempt(self.path, environment(device) | given | {"ranks": ranks})
         path = self.path / ENVIRONMENT
         if path.exists():
             with self.replacing(f"env_{len(list(self.path.glob('env_*.json'))) + 1}.json") as kept:
@@ -158,7 +158,7 @@ class RunDir:
         vouched = vouched_seals(self.path)
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             if name in vouched and (reason := broken(self.path / name, vouched[name], quick=False, grows=True)):
-                raise RunDamaged(f"{self.path} is damaged: {reason}. {saved(self.path, name, False)}")
+                raise RunDamaged(f"{self.path} is damaged: {reason}. {damage_remedy(self.path, name, False)}")
             sealed = vouched[name]["bytes"] if name in vouched else 0
             self._cut(self.path / name, step if checkpoint is not None else -1, sealed)
             self._growing.begin(name)

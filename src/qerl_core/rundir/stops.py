@@ -21,16 +21,16 @@ def note_at_stop(words: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-def in_words(run_dir: Path, whose: str | None = None) -> str:
+def stop_line(run_dir: Path, whose: str | None = None) -> str:
     """What a stop leaves of the run in this folder, which is `whose`, and what goes on with it."""
     if is_finished(run_dir):
         return f"stopped; {whose or 'the run'} is finished"
     of_it = "" if whose is None else f" of {whose}"
     goes_on = "begins again" if last_checkpoint(run_dir) is None else "goes on from there"
-    return f"stopped; {saved(run_dir)}{of_it} is saved, and the same command {goes_on}"
+    return f"stopped; {saved_step(run_dir)}{of_it} is saved, and the same command {goes_on}"
 
 
-def saved(run_dir: Path) -> str:
+def saved_step(run_dir: Path) -> str:
     """The last step that is saved."""
     last = last_checkpoint(run_dir)
     return "no step" if last is None else f"step {step_of(last)}"

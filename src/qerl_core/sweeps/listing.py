@@ -1,4 +1,4 @@
-"""The points of a sweep that goes on, in a file beside its runs, so that `qerl-bench status` knows those to come."""
+"""Lists the points of a running sweep in a file beside its runs, so that `qerl-bench status` shows those to come."""
 
 from __future__ import annotations
 

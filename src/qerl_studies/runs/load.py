@@ -23,7 +23,7 @@ from qerl_core.rundir.checkpoints import is_finished
 from qerl_core.rundir.checksums import DONE
 from qerl_core.rundir.read_files import read_config, read_object, read_table
 from qerl_core.rundir.recorded_types import RESULT, require_config, require_environment, require_kinds
-from qerl_core.rundir.run_checks import check_records, saved
+from qerl_core.rundir.run_checks import check_records, damage_remedy
 from qerl_studies.runs import parse
 from qerl_studies.runs.committed import LATER, TEXT, find_study
 from qerl_studies.runs.environments import block_of, codes_of, device_of
@@ -288,7 +288,7 @@ def load_run(path: str | os.PathLike[str], metrics: bool = True) -> Run:
 
 def _object(run: Path, name: str, finished: bool) -> dict[str, Any]:
     """The object in a JSON file of a run; empty without the file."""
-    return read_object(run / name, saved(run, name, finished)) if (run / name).is_file() else {}
+    return read_object(run / name, damage_remedy(run, name, finished)) if (run / name).is_file() else {}
 
 
 def tidy_rows(run: Run) -> pa.Table:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from qerl_bench.task.grader.characters import is_balanced, words_of
 from qerl_bench.task.grader.numbers import parse_number
-from qerl_bench.task.grader.unclear import is_left_open, is_pair_of_list, is_unclear, joined, same_text
+from qerl_bench.task.grader.unclear import is_left_open, is_pair_of_list, is_unclear, join_digit_groups, same_text
 from qerl_bench.task.grader.units import TEXT, Answer, read
 
 LIMIT_S = 2.0  # CPU seconds for one pair; ordinary pairs take milliseconds
@@ -54,7 +54,7 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
         return False, answer.strip()
     if wanted.words or given.words or _PROSE.fullmatch(wanted.text):
         return _same_words(wanted, given), words_of(given.text)
-    texts = joined(wanted.text), joined(given.text)
+    texts = join_digit_groups(wanted.text), join_digit_groups(given.text)
     left, right = map(_number, texts)
     if left is not None and right is not None:
         return _same_number((left, texts[0]), (right, texts[1])), str(right)

@@ -41,7 +41,7 @@ _COMMANDS = """
 _KNOWN = frozenset(_COMMANDS.split())
 
 
-def joined(text: str) -> str:
+def join_digit_groups(text: str) -> str:
     """`text` with the digits of each number that is written in groups of three side by side: 10\\,000 is 10000."""
     return _GROUPS.sub(lambda match: _SPACES.sub("", match[0]), text)
 
@@ -66,14 +66,14 @@ def is_unclear(gold: Answer, answer: Answer) -> bool:
     return (
         bool({*_BASE.findall(text)} - {*_BASE.findall(asked)})
         or value_words(text) != value_words(asked)
-        or any(_counted(found, text) - _counted(found, asked) for found in (TEXT, _COMMAND))
-        or any(_counted(found, text) != _counted(found, asked) for found in (_MARK, _TURNED))
+        or any(_counts(found, text) - _counts(found, asked) for found in (TEXT, _COMMAND))
+        or any(_counts(found, text) != _counts(found, asked) for found in (_MARK, _TURNED))
         or (_is_list(text) and not _is_list(asked))
         or not _same_brackets(gold, answer)
     )
 
 
-def _counted(pattern: re.Pattern[str], text: str) -> Counter[str]:
+def _counts(pattern: re.Pattern[str], text: str) -> Counter[str]:
     return Counter(found for found in pattern.findall(text) if found not in _KNOWN)
 
 

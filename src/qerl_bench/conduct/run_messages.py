@@ -54,10 +54,10 @@ def ending(run: Run, words: Sequence[str]) -> list[str]:
         f"qerl-bench report {run.path.parent}",
         "the same in 16 bits and without noise; then all runs on one page, with intervals",
     ]
-    return ["", *beside("it showed", shown), *beside("type next", to_type)]
+    return ["", *with_heading("it showed", shown), *with_heading("type next", to_type)]
 
 
-def beside(heading: str, lines: Sequence[str]) -> list[str]:
+def with_heading(heading: str, lines: Sequence[str]) -> list[str]:
     return [f"{heading if number == 0 else '':{BESIDE}}{line}" for number, line in enumerate(lines)]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_bench.conduct.spoken import ending, opening
+from qerl_bench.conduct.run_messages import ending, opening
 from qerl_bench.config import build, compose
 from qerl_core.process.arguments import WIDTH
 from qerl_studies.runs.load import load_run
