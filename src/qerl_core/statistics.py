@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -74,6 +74,14 @@ class Estimate:
     @property
     def high(self) -> float:
         return self.value + self.half_width
+
+    def interval_text(self, show: Callable[[float], str]) -> str:
+        """[low, high], each as `show` has it; - where nothing varied."""
+        return f"[{show(self.low)}, {show(self.high)}]" if self.has_interval else "-"
+
+    def text(self, show: Callable[[float], str]) -> str:
+        """Value and interval; the value alone where nothing varied."""
+        return f"{show(self.value)} {self.interval_text(show)}" if self.has_interval else show(self.value)
 
     def ends(self, level: float) -> tuple[float, float]:
         """The interval that a two-sided test at `level` leaves."""

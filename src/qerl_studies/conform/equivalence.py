@@ -18,8 +18,8 @@ from qerl_core.checks import ConfigError, require
 from qerl_core.statistics import Estimate
 from qerl_studies.claims.match import Contrast, Filter, Side, Stratum, match
 from qerl_studies.conform.reference import MEASURES, Bf16Reference
-from qerl_studies.effects.estimate import over_bases, over_units
-from qerl_studies.effects.pairs import as_grid, by_cell, mean_of_runs, of_units
+from qerl_studies.effects.estimate import effect_of, over_bases
+from qerl_studies.effects.pairs import as_grid, by_cell
 from qerl_studies.runs.environments import is_reported
 from qerl_studies.runs.load import Cell, Run
 from qerl_studies.runs.measure import Measure
@@ -122,11 +122,11 @@ def _asked(measure: Measure, tolerance: float, decides: bool, stratum: Stratum) 
     if not kept:
         return AskedMeasure(measure, tolerance, decides, reason="no pair of runs on one machine")
     try:
-        effect = over_units(of_units(arms, measure.metric).to_numpy(), "drawn")
-        levels = tuple(mean_of_runs(arm, measure.metric) for arm in arms)
+        found = effect_of(arms, measure.metric)
     except ConfigError as error:
         return AskedMeasure(measure, tolerance, decides, reason=str(error))
-    if not (effect.n > 1 and effect.stderr > 0):
+    effect, levels = found.whole, found.levels
+    if not (effect.n > 1 and effect.has_interval):
         why = "a single pair decides nothing" if effect.n < 2 else "the same difference in all pairs: copies of a run?"
         return AskedMeasure(measure, tolerance, decides, reason=why, levels=levels)
     return AskedMeasure(measure, tolerance, decides, effect, "", levels)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +17,8 @@ import pandas as pd
 
 from qerl_core.checks import require
 from qerl_core.statistics import CONFIDENCE, Estimate, mean_ci, mean_ci_crossed, over_questions, t_quantile
+from qerl_studies.effects.pairs import Arm, Number, as_grid, average_seeds, paired
+from qerl_studies.runs.load import Run
 
 Questions = Literal["drawn", "fixed"]
 
@@ -78,15 +81,80 @@ def correlation(treated: pd.Series, control: pd.Series) -> float:
     return float(np.corrcoef(columns)[0, 1]) if columns.shape[1] > 2 and columns.std(axis=1).all() else math.nan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Effect:
-    """A contrast in one setting, questions drawn. The units of `whole` are bases if there are several, else seeds."""
+    """A contrast in one setting: the numbers of each arm (questions, cells), and what is made of them.
 
-    whole: Estimate
-    unit: str  # base or seed
-    seeds: int  # of each base
-    questions: int  # averaged over; 1 for a number of the whole run
-    bases: RandomEffects | None = None
+    A number of the whole run is one row. `signs` are those of the arms. Units are bases if there are several, else the
+    seeds of the only one.
+    """
+
+    arms: tuple[pd.DataFrame, ...]
+    signs: tuple[int, ...] = (1, -1)
+
+    @cached_property
+    def differences(self) -> pd.DataFrame:
+        """The contrast in each question and cell."""
+        first, *others = (sign * table for sign, table in zip(self.signs, self.arms, strict=True))
+        return sum(others, first)
+
+    @cached_property
+    def table(self) -> np.ndarray:
+        """The contrast in each question and unit."""
+        return average_seeds(self.differences).to_numpy()
+
+    @cached_property
+    def whole(self) -> Estimate:
+        """Over units, and over questions that are drawn."""
+        return over_units(self.table, "drawn")
+
+    @cached_property
+    def fixed(self) -> Estimate:
+        """Over units, for the questions that were asked."""
+        return over_units(self.table, "fixed")
+
+    @property
+    def by_unit(self) -> np.ndarray:
+        return self.table.mean(axis=0)
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """The mean of each arm."""
+        return tuple(float(one.mean(skipna=False)) for one in self.by_arm)
+
+    @property
+    def correlation(self) -> float:
+        """Of two arms over units; NaN of four."""
+        return correlation(*self.by_arm) if len(self.arms) == 2 else math.nan
+
+    @cached_property
+    def by_arm(self) -> list[pd.Series]:
+        """The numbers of each arm by unit."""
+        return [average_seeds(table).mean(skipna=False) for table in self.arms]
+
+    @cached_property
+    def bases(self) -> RandomEffects | None:
+        """What the bases are like, if there are several."""
+        return over_bases(as_grid(self.differences)) if self.unit == "base" else None
+
+    @property
+    def unit(self) -> str:
+        return "base" if self._cells.nunique() > 1 else "seed"
+
+    @property
+    def seeds(self) -> int:
+        """Of each base."""
+        return int(self._cells.value_counts().max())
+
+    @property
+    def questions(self) -> int:
+        """Averaged over; 1 for a number of the whole run."""
+        return len(self.table)
+
+    @property
+    def _cells(self) -> pd.Index:
+        """The base of each cell."""
+        return self.arms[0].columns.get_level_values("base")
 
     @property
     def origin(self) -> str:
@@ -97,13 +165,11 @@ class Effect:
         return units + seeds + questions + (f", {self.whole.df:.0f} df" if self.whole.stderr > 0 else "")
 
 
-def effect_of(values: np.ndarray) -> Effect:
-    """The effect of differences (questions, bases, seeds)."""
-    questions, bases, seeds = values.shape
-    if bases > 1:
-        effects = over_bases(values)
-        return Effect(effects.whole, "base", seeds, questions, effects)
-    return Effect(over_units(values[:, 0], "drawn"), "seed", seeds, questions)
+def effect_of(
+    arms: Sequence[Arm | Sequence[Run]], number: Number, signs: tuple[int, ...] = (1, -1), any_machine: bool = False
+) -> Effect:
+    """The first arm minus the second, or what `signs` make of more arms, in pairs. Raises ConfigError as `paired`."""
+    return Effect(tuple(paired(arms, number, any_machine=any_machine)), signs)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 
 from qerl_core.checks import require
 from qerl_core.statistics import mean_ci
-from qerl_studies.effects.pairs import average_seeds, by_cell, of_units
+from qerl_studies.effects.pairs import average_seeds, by_cell, difference_by_step
 from qerl_studies.figures.effects import PlottedArm, plotted_arm
 from qerl_studies.figures.labels import label_settings, noise_text
 from qerl_studies.figures.paired import ENTROPY as ENTROPY_MEAN
@@ -96,7 +96,7 @@ def paired_curves(
 def _whole(one: PlottedArm, curve: Curve) -> list[str]:
     """Effect and interval as text; nothing if some runs have more steps than others."""
     same_length = len({run.last_step for run in (*one.runs, *one.control)}) == 1
-    return effect_text(curve.summary, effect(one.runs, one.control, curve.summary)[0]) if same_length else []
+    return effect_text(curve.summary, effect(one.runs, one.control, curve.summary).whole) if same_length else []
 
 
 def _levels(ax: Axes, shown: Sequence[PlottedArm], curve: Curve) -> None:
@@ -115,7 +115,7 @@ def _limits(pairs: Sequence[PlottedArm], curve: Curve) -> tuple[float, float]:
     margin = curve.summary.margin
     values = [-1.3 * margin, 1.3 * margin]
     for one in pairs:
-        points = of_units([one.runs, one.control], curve.of_run, by_step=True)
+        points = difference_by_step(one.runs, one.control, curve.of_run)
         values += points.mean(axis=1).agg(["min", "max"]).tolist()
         if points.shape[1] > 2:
             bands = [mean_ci(row) for row in points.to_numpy()]
@@ -128,7 +128,7 @@ def _limits(pairs: Sequence[PlottedArm], curve: Curve) -> tuple[float, float]:
 def _difference(ax: Axes, one: PlottedArm, curve: Curve, low: float, high: float) -> bool:
     """Draw one panel; return whether its band is cut off."""
     shown = curve.summary.on_axis
-    points = of_units([one.runs, one.control], curve.of_run, by_step=True)
+    points = difference_by_step(one.runs, one.control, curve.of_run)
     means = [mean_ci(row) for row in points.to_numpy()]
     ax.axhspan(shown(-curve.summary.margin), shown(curve.summary.margin), color=BAND, linewidth=0, zorder=0)
     ax.axhline(0, color=GRAY, linewidth=0.7, zorder=1, label="_control")

@@ -85,7 +85,8 @@ def label_rows(ax: Axes, labels: Sequence[str], top: float = 0.6, bottom: float 
 
 def draw_effect(ax: Axes, position: float, arm: PlottedArm, measure: Measure, along: str) -> None:
     """Draw the mean difference with its interval, and the single differences, `along` x or y."""
-    estimate, points = effect(arm.runs, arm.control, measure)
+    found = effect(arm.runs, arm.control, measure)
+    estimate, points = found.whole, found.by_unit
     shares = [average_seeds(by_cell(runs, lambda run: float(diverged(run)))) for runs in (arm.runs, arm.control)]
     crossed_out = np.sum([table.to_numpy()[0] for table in shares], axis=0) > 0
     middle, *ends = (measure.on_axis(value) for value in (estimate.value, estimate.low, estimate.high))
@@ -150,7 +151,7 @@ def level_plot(arms: Sequence[PlottedArm], measures: Sequence[Measure], *notes: 
                 ax.plot(mean, height, "o", color=arm.shade, markerfacecolor=face, label=f"_{arm.label}")
                 text = measure.level_format.format(mean)
                 if arm.control:
-                    estimate = effect(arm.runs, arm.control, measure)[0]
+                    estimate = effect(arm.runs, arm.control, measure).whole
                     ratio, low, high = (f"{np.exp(x):.2f}" for x in (estimate.value, estimate.low, estimate.high))
                     text += f", ×{ratio}" + (f" [{low}, {high}]" if estimate.n > 1 and not estimate.identical else "")
                 ax.annotate(

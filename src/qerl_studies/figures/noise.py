@@ -87,7 +87,7 @@ def sigma_effects(doses: Sequence[NoiseLevel]) -> pd.DataFrame:
         arm = dose.arm
         kl = mean_of_runs(arm.runs, KL) if _has_kl([dose]) else math.nan
         for measure in _measures(doses):
-            estimate, _ = effect(arm.runs, arm.control, measure)
+            estimate = effect(arm.runs, arm.control, measure).whole
             ends = [measure.on_axis(value) for value in (estimate.value, estimate.low, estimate.high)]
             rows.append([dose.label, dose.sigma, measure.name, *ends, estimate.n, kl])
     return pd.DataFrame(rows, columns=["quant", "sigma", "measure", "mean", "low", "high", "n", "mismatch"])
@@ -138,7 +138,7 @@ def sigma_figure(doses: Sequence[NoiseLevel]) -> Figure:
                 ends = measure.on_axis(-measure.margin), measure.on_axis(measure.margin)
                 ax.axhspan(*ends, color=BAND, linewidth=0, zorder=0)
                 ax.axhline(0, color=GRAY, linewidth=0.7, zorder=1)
-                means = [effect(dose.arm.runs, dose.arm.control, measure)[0].value for dose in of_format]
+                means = [effect(dose.arm.runs, dose.arm.control, measure).whole.value for dose in of_format]
                 ax.plot([0, *at], [0, *map(measure.on_axis, means)], color=shade, linewidth=0.7, label=f"_{label}")
                 ax.yaxis.set_major_locator(MaxNLocator(nbins=4))
             bottom = axes[-1, place]

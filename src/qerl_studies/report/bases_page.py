@@ -98,7 +98,7 @@ def _difference(study: Sessions, arm: str, control: str, way: str, head: str) ->
     ends = [by_base(study.runs, name, end_of(way)) for name in (arm, control)]
     values = shared(*ends).reindex([*study.probes])
     known = values.notna().any()
-    estimate = effect(*study.pairs(arm, control), WAYS[way])[0] if known else _mean(values)
+    estimate = effect(*study.pairs(arm, control), WAYS[way]).whole if known else _mean(values)
     return Column(head, 100 * values, "+.1f", estimate)
 
 

@@ -218,7 +218,7 @@ def row_of(claim: Claim, result: ContrastResult, comparison: Comparison) -> tupl
     role = "primary" if comparison is result.primary else "robustness"
     if comparison.effect is None:
         return label_of(result), setting, role, "-", comparison.reason, "-"
-    levels = " / ".join(map(claim.measure.level_text, comparison.levels))
+    levels = " / ".join(map(claim.measure.level_text, comparison.effect.levels))
     estimate = claim.measure.estimate_text(comparison.effect.whole)
     return label_of(result), setting, role, levels, estimate, comparison.effect.origin
 
@@ -226,9 +226,9 @@ def row_of(claim: Claim, result: ContrastResult, comparison: Comparison) -> tupl
 def _bases(claim: Claim, result: ContrastResult) -> str:
     """Effects by base, their spread, the prediction for one more base, and how far the arms go together."""
     effect = result.effect
-    if effect is None or result.primary is None:
+    if effect is None:
         return ""
-    r = result.primary.correlation
+    r = effect.correlation
     together = "" if math.isnan(r) else f" Correlation of the arms over {effect.unit}s: {r:+.2f}."
     if effect.bases is None:
         return f"{label_of(result)}.{together}" if together else ""

@@ -45,7 +45,7 @@ def primary_page(study: Sessions) -> str:
             [
                 f"{one.name}: {' - '.join(primary.contrasts[one.name])}",
                 measure.text(one.over_bases.value),
-                *(measure.interval_text(found.low, found.high) for found in (one.over_bases, one.over_questions)),
+                *(measure.interval_text(found.low, found.high) for found in (one.effect.fixed, one.effect.whole)),
                 measure.interval_text(*one.over_bases.ends(level)),
                 f"{one.p:.3f}",
                 measure.size_text(one.over_bases.detectable(level / 2, POWER)),
@@ -78,7 +78,7 @@ def _without_pairs(primary: Primary, count: int, looked: Sequence[Looked]) -> st
             f"{one.by_runs.df:.0f}, in pairs {one.over_bases.df:.0f}",
             f"{one.p_by_runs:.3f}",
             one.state_by_runs.word if one.by_runs.has_interval else "-",
-            f"{one.correlation:+.2f}",
+            f"{one.effect.correlation:+.2f}",
         ]
         for one in looked
     ]

@@ -21,7 +21,7 @@ from qerl_studies.claims.claim import ClaimResult, ContrastResult
 from qerl_studies.claims.estimate import Comparison
 from qerl_studies.claims.evaluate import evaluate_claims
 from qerl_studies.claims.match import all_accept
-from qerl_studies.claims.primary import differences, level_of, look
+from qerl_studies.claims.primary import look
 from qerl_studies.claims.registry import QERL, claims_of, families
 from qerl_studies.design.gates import gates, override
 from qerl_studies.design.looks import at_last_look, runs_of, with_primary
@@ -150,7 +150,7 @@ def _record(
         "measure": measure.name,
         "unit": "ratio" if measure.ratio else measure.unit,
         "margin": _shown(measure, measure.margin),
-        "arms": _arms(measure, primary),
+        "arms": _arms(measure, primary, effect),
         "units": {"kind": effect.unit, "n": effect.whole.n, "seeds": effect.seeds, "questions": effect.questions},
         **_estimate(measure, effect.whole),
         "greedy": _estimate(measure, greedy.whole) if greedy else None,
@@ -178,12 +178,12 @@ def _state(state: State) -> Record:
     return {"direction": state.direction, "within": state.within, "untested": state.untested}
 
 
-def _arms(measure: Measure, primary: Comparison) -> list[Record]:
+def _arms(measure: Measure, primary: Comparison, effect: Effect) -> list[Record]:
     """Each arm with the options in which it differs from others, its level, and the size of its noise."""
     stratum = primary.stratum
     keys = sorted({key for variant in stratum.variants for key in variant if not key.endswith("_target_")})
     differing = [key for key in keys if len({repr(variant.get(key)) for variant in stratum.variants}) > 1]
-    rows = zip(primary.contrast.arms, stratum.variants, stratum.arms, primary.levels, strict=True)
+    rows = zip(primary.contrast.arms, stratum.variants, stratum.arms, effect.levels, strict=True)
     return [
         {
             "label": side.label,
@@ -224,7 +224,6 @@ def _primary_records(study: str, seen: Sessions, primary: Primary) -> Iterator[R
     for one in look(seen, primary, len(bases)):
         pair = primary.contrasts[one.name]
         runs = {arm: [run for base in bases for run in runs_of(seen, arm, base)] for arm in pair}
-        effects = differences(seen, primary, one.name, bases).mean(axis=0)
         yield {
             "study": study,
             "scope": scope,
@@ -243,17 +242,17 @@ def _primary_records(study: str, seen: Sessions, primary: Primary) -> Iterator[R
                     "label": arm,
                     "sign": sign,
                     "options": words[arm],
-                    "level": _shown(measure, level_of(seen, primary, arm, bases)),
+                    "level": _shown(measure, level),
                     "dose": dose_of(runs[arm]),
                 }
-                for arm, sign in zip(pair, (1, -1), strict=True)
+                for arm, sign, level in zip(pair, one.effect.signs, one.effect.levels, strict=True)
             ],
             "units": {"kind": "base", "n": one.over_bases.n, "seeds": len(seen.design.seeds), "questions": None},
             **_estimate(measure, one.over_bases),
             "greedy": None,
             "bases": [
                 {"base": runs_of(seen, pair[0], base)[0].base, "effect": _shown(measure, float(effect))}
-                for base, effect in zip(bases, effects, strict=True)
+                for base, effect in zip(bases, one.effect.by_unit, strict=True)
             ],
             "look": {"bases": len(bases), "level": primary.looks[len(bases)], "planned": [*primary.looks]},
             "setting": setting_of([run for of_arm in runs.values() for run in of_arm]),

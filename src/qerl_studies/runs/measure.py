@@ -99,8 +99,7 @@ class Measure:
 
     def with_interval(self, estimate: Estimate) -> str:
         """Without a unit; the value alone where nothing varied."""
-        value = self.text(estimate.value)
-        return f"{value} {self.interval_text(estimate.low, estimate.high)}" if estimate.has_interval else value
+        return estimate.text(self.text)
 
     def interval_text(self, low: float, high: float) -> str:
         return f"[{self.text(low)}, {self.text(high)}]"
