@@ -79,9 +79,9 @@ class Estimate:
         """[low, high], each as `show` has it; - where nothing varied."""
         return f"[{show(self.low)}, {show(self.high)}]" if self.has_interval else "-"
 
-    def text(self, show: Callable[[float], str]) -> str:
+    def text(self, show: Callable[[float], str], end: Callable[[float], str] | None = None) -> str:
         """Value and interval; the value alone where nothing varied."""
-        return f"{show(self.value)} {self.interval_text(show)}" if self.has_interval else show(self.value)
+        return f"{show(self.value)} {self.interval_text(end or show)}" if self.has_interval else show(self.value)
 
     def ends(self, level: float) -> tuple[float, float]:
         """The interval that a two-sided test at `level` leaves."""
@@ -92,6 +92,11 @@ class Estimate:
     def identical(self) -> bool:
         """Whether several repetitions gave one number: they are copies, or no seed changes it."""
         return self.n > 1 and self.stderr == 0
+
+    @property
+    def alike(self) -> str:
+        """Why there is no interval, in words."""
+        return "a single seed" if self.n == 1 else f"the same in all {self.n} repetitions"
 
     def p_above(self, bound: float) -> float:
         """One-sided p-value of the hypothesis that the true mean is at most `bound`; NaN if it cannot be tested."""

@@ -262,6 +262,5 @@ def _matched(result: ContrastResult) -> list[str]:
 
 
 def _additional(mean: Estimate) -> str:
-    alike = "a single seed" if mean.n == 1 else f"the same in all {mean.n} repetitions"
-    interval = f" [{mean.low:+.3f}, {mean.high:+.3f}]" if mean.has_interval else f" ({alike})"
-    return f"{mean.value:+.3f}{interval}"
+    text = mean.text("{:+.3f}".format)
+    return text if mean.has_interval else f"{text} ({mean.alike})"

@@ -94,8 +94,7 @@ class Measure:
         """Effect and interval; a single seed has none, because its interval knows nothing of other seeds."""
         if estimate.has_interval and estimate.n > 1:
             return f"{self.with_interval(estimate)} {self.unit}".strip()
-        alike = "a single seed" if estimate.n == 1 else f"the same in all {estimate.n} repetitions"
-        return f"{self.text(estimate.value)} {self.unit}".strip() + f" ({alike})"
+        return f"{self.text(estimate.value)} {self.unit}".strip() + f" ({estimate.alike})"
 
     def with_interval(self, estimate: Estimate) -> str:
         """Without a unit; the value alone where nothing varied."""
