@@ -7,7 +7,7 @@ asked. Numbers of a whole run, such as a reward, have no questions that could be
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from qerl_studies.effects.pairs import Arm, Number, as_grid, average_seeds, pair
 from qerl_studies.runs.load import Run
 
 Questions = Literal["drawn", "fixed"]
+SPREAD = 1e-12  # sum of squares, up to which numbers are all alike
 
 
 def over_units(table: np.ndarray, questions: Questions) -> Estimate:
@@ -58,21 +59,31 @@ def share(found: Sequence[bool]) -> Share:
     return Share(whole.value, whole.stderr, whole.n, whole.df)
 
 
+def slope(x: Sequence[float], y: Sequence[float], groups: Sequence[Sequence[Hashable]]) -> Estimate:
+    """The least-squares slope of `y` over `x` (n,), beside a constant for each value of every one of `groups` (n,).
+
+    Student's t with as many degrees of freedom as numbers are more than constants and slope. The error is NaN without
+    any, and where `x` differs within no group.
+    """
+    dummies = [pd.get_dummies([*group]).to_numpy(float) for group in groups]
+    constants = np.column_stack([np.ones(len(x)), *dummies])
+    columns = np.column_stack([x, y])
+    within, rest = (columns - constants @ np.linalg.lstsq(constants, columns, rcond=None)[0]).T
+    spread, df = float(within @ within), len(x) - int(np.linalg.matrix_rank(constants)) - 1
+    found = float(within @ rest) / spread if spread > SPREAD else math.nan
+    residual = rest - found * within
+    return Estimate(found, math.sqrt(float(residual @ residual) / df / spread) if df > 0 else math.nan, len(x), df)
+
+
 def least_squares(treated: pd.Series, control: pd.Series, place: Mapping[Any, str]) -> Estimate:
     """The difference of two arms, each a number by unit, with an effect for each `place` (a session) and without pairs.
 
     Narrower than pairs where the runs of a unit are not alike, and too narrow where they go against each other: what is
-    false then, studies/planting/looks.py counts. Student's t with as many degrees of freedom as runs
-    are more than effects; the error is NaN without any. `n` is the number of runs.
+    false then, studies/planting/looks.py counts. `n` is the number of runs.
     """
     numbers = pd.concat([treated, control])
     sides = np.repeat([1.0, 0.0], [len(treated), len(control)])
-    design = np.column_stack([sides, pd.get_dummies([place[unit] for unit in numbers.index]).to_numpy(float)])
-    found, _, rank, _ = np.linalg.lstsq(design, numbers.to_numpy(), rcond=None)
-    residual = numbers.to_numpy() - design @ found
-    df = len(numbers) - int(rank)
-    variance = np.linalg.pinv(design.T @ design)[0, 0] * (residual @ residual) / df if df else math.nan
-    return Estimate(float(found[0]), math.sqrt(variance), len(numbers), df)
+    return slope(sides.tolist(), numbers.tolist(), [[place[unit] for unit in numbers.index]])
 
 
 def correlation(treated: pd.Series, control: pd.Series) -> float:
