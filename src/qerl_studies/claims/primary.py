@@ -21,7 +21,6 @@ from qerl_studies.design.primary import MEASURES, Primary
 from qerl_studies.design.protocol import protocol_of
 from qerl_studies.design.sessions import Sessions, read_study
 from qerl_studies.effects.estimate import Effect, effect_of, least_squares
-from qerl_studies.effects.pairs import mean_of_runs
 from qerl_studies.effects.state import State, of_all, of_look
 from qerl_studies.runs.load import Run
 
@@ -111,11 +110,6 @@ def failed_gates(
             if not found.p_above(0.0) <= LEVEL:
                 failed[name] += (f"acts ({NOISY_ENTROPY.name} {NOISY_ENTROPY.estimate_text(found)})",)
     return failed
-
-
-def level_of(study: Sessions, primary: Primary, arm: str, bases: Sequence[int]) -> float:
-    """The mean of an arm over bases."""
-    return mean_of_runs(*_arms(study, [arm], bases), MEASURES[primary.measure].metric)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,12 @@ def over_units(table: np.ndarray, questions: Questions) -> Estimate:
     return mean_ci_crossed(table) if questions == "drawn" and len(table) > 1 else mean_ci(table.mean(axis=0))
 
 
+def over_known(values: pd.Series) -> Estimate:
+    """Mean of numbers by unit over those that are known; of no number if none is."""
+    known = values.dropna()
+    return mean_ci(known) if len(known) else Estimate(math.nan, math.nan, 0)
+
+
 @dataclass(frozen=True)
 class Share(Estimate):
     """A share of `n` questions that were asked once, with Wilson's interval, which none or all right have too."""

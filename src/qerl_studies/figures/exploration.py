@@ -20,12 +20,12 @@ from qerl_studies.effects.pairs import average_seeds, by_cell
 from qerl_studies.figures.effects import PlottedArm
 from qerl_studies.figures.paired import ENTROPY, SAMPLED
 from qerl_studies.figures.style import (
-    BAND,
     FULL_WIDTH,
     GRAY,
     caption,
     color,
     label_ends,
+    margin_band,
     panels,
     paper_style,
     percent,
@@ -87,8 +87,7 @@ def pass_at_k_curves(arms: Sequence[PlottedArm]) -> Figure:
                 change.plot(shared, [100 * one.value for one in means], color=arm.shade, linewidth=1.0)
                 band = np.array([[100 * one.low, 100 * one.high] for one in means]).T
                 change.fill_between(shared.to_numpy(), *band, color=arm.shade, alpha=0.2, linewidth=0)
-        change.axhspan(-MARGIN, MARGIN, color=BAND, linewidth=0, zorder=0)
-        change.axhline(0, color=GRAY, linewidth=0.7, zorder=1)
+        margin_band(change, -MARGIN, MARGIN, "y")
         for ax, title in ((levels, "pass@k"), (change, "minus the control, points")):
             ax.set_xscale("log", base=2)
             ax.xaxis.set_major_formatter("{x:g}")
@@ -151,10 +150,8 @@ def _after(ax: Axes, arm: PlottedArm, k: int) -> None:
 def _scatter(ax: Axes, entropies: Numbers, right: Numbers, label: str, shade: str) -> None:
     """Logarithms of ratios and differences of shares: single bases, their mean with its interval."""
     ax.plot([ENTROPY.on_axis(x) for x in entropies[0]], 100 * right[0], ".", color=shade, alpha=0.4, markersize=3.5)
-    (x, left, end), (y, low, high) = (
-        [show(value) for value in (one.value, one.low, one.high)]
-        for show, (_, one) in zip((ENTROPY.on_axis, SAMPLED.on_axis), (entropies, right), strict=True)
-    )
+    x, left, end = ENTROPY.ends_on_axis(entropies[1])
+    y, low, high = SAMPLED.ends_on_axis(right[1])
     ax.errorbar(
         x, y, fmt="D", color=shade, markersize=4.5, elinewidth=1.2, label=label, xerr=[[x - left], [end - x]],
         yerr=[[y - low], [high - y]],
@@ -162,8 +159,7 @@ def _scatter(ax: Axes, entropies: Numbers, right: Numbers, label: str, shade: st
 
 
 def _label(ax: Axes, title: str, across: str) -> None:
-    ax.axhspan(-MARGIN, MARGIN, color=BAND, linewidth=0, zorder=0)
-    ax.axhline(0, color=GRAY, linewidth=0.7, zorder=1)
+    margin_band(ax, -MARGIN, MARGIN, "y")
     ax.axvline(0, color=GRAY, linewidth=0.7, zorder=1)
     ax.set_title(title)
     ax.set_xlabel(across)

@@ -14,7 +14,7 @@ from qerl_studies.claims.claim import ClaimResult, ContrastResult
 from qerl_studies.effects.estimate import Effect
 from qerl_studies.figures.compact import compact
 from qerl_studies.figures.effects import label_rows
-from qerl_studies.figures.style import FULL_WIDTH, GRAY, caption, panels, paper_style, small
+from qerl_studies.figures.style import FULL_WIDTH, caption, margin_band, panels, paper_style, small
 
 REACH = 5.0  # margins; marks beyond are arrows at the edge
 BAND, BLACK, PAPER = "#E4E4E4", "#000000", "#D55E00"
@@ -36,8 +36,7 @@ def all_claims(results: Sequence[ClaimResult], scope: str) -> Figure:
     with paper_style():
         figure, axes = panels(1, 1, 0.7 + ROW * len(lines), width=FULL_WIDTH)
         ax = axes[0, 0]
-        ax.axvspan(-1, 1, color=BAND, linewidth=0, zorder=0)
-        ax.axvline(0, color=GRAY, linewidth=0.7, zorder=1)
+        margin_band(ax, -1, 1, "x", BAND)
         for y, (_, claim_result, result, first) in enumerate(lines):
             claim = claim_result.claim
             margins = (-1 if claim.expected == "less" else 1) / claim.measure.margin

@@ -22,7 +22,7 @@ from qerl_studies.figures.effects import PlottedArm, draw_effect, mark_notes, pl
 from qerl_studies.figures.labels import label_settings
 from qerl_studies.figures.paired import ENTROPY as MEAN_ENTROPY
 from qerl_studies.figures.paired import REWARD_LATE, SAMPLED, effect
-from qerl_studies.figures.style import BAND, FULL_WIDTH, GRAY, caption, panels, paper_style, small
+from qerl_studies.figures.style import FULL_WIDTH, caption, margin_band, panels, paper_style, small
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import Measure, mean_between
 from qerl_studies.runs.settings import Study
@@ -87,8 +87,7 @@ def sigma_effects(doses: Sequence[NoiseLevel]) -> pd.DataFrame:
         kl = mean_of_runs(arm.runs, KL) if _has_kl([dose]) else math.nan
         for measure in _measures(doses):
             estimate = effect(arm.runs, arm.control, measure).whole
-            ends = [measure.on_axis(value) for value in (estimate.value, estimate.low, estimate.high)]
-            rows.append([dose.label, dose.sigma, measure.name, *ends, estimate.n, kl])
+            rows.append([dose.label, dose.sigma, measure.name, *measure.ends_on_axis(estimate), estimate.n, kl])
     return pd.DataFrame(rows, columns=["quant", "sigma", "measure", "mean", "low", "high", "n", "mismatch"])
 
 
@@ -134,9 +133,7 @@ def sigma_figure(doses: Sequence[NoiseLevel]) -> Figure:
             of_format = [dose for dose in doses if dose.label == label]
             at, shade = [dose.sigma for dose in of_format], of_format[0].arm.shade
             for ax, measure in zip(axes[:, place], measures, strict=False):
-                ends = measure.on_axis(-measure.margin), measure.on_axis(measure.margin)
-                ax.axhspan(*ends, color=BAND, linewidth=0, zorder=0)
-                ax.axhline(0, color=GRAY, linewidth=0.7, zorder=1)
+                margin_band(ax, *measure.band, "y")
                 means = [effect(dose.arm.runs, dose.arm.control, measure).whole.value for dose in of_format]
                 ax.plot([0, *at], [0, *map(measure.on_axis, means)], color=shade, linewidth=0.7, label=f"_{label}")
                 ax.yaxis.set_major_locator(MaxNLocator(nbins=4))

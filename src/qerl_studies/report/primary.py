@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qerl_studies.claims.primary import Looked, Together, level_of, look, together
+from qerl_studies.claims.primary import Looked, Together, look, together
 from qerl_studies.design.looks import counted, looks_reached
 from qerl_studies.design.primary import MEASURES, Primary
 from qerl_studies.design.sessions import Sessions
@@ -58,7 +58,7 @@ def primary_page(study: Sessions) -> str:
             f"## {count} bases, level {level:g}",
             markdown_table(heads, lines),
             _without_pairs(primary, count, looked),
-            f"Bases {', '.join(map(str, sorted(have.bases[:count])))}. {_levels(study, primary, have.bases[:count])}",
+            f"Bases {', '.join(map(str, sorted(have.bases[:count])))}. {_levels(primary, looked)}",
         ]
     if reached and (several := together(study)):
         parts += ["## All studies of this protocol", _of_several(primary, several)]
@@ -105,7 +105,7 @@ def _of_several(primary: Primary, several: Sequence[Together]) -> str:
     return markdown_table(heads, lines)
 
 
-def _levels(study: Sessions, primary: Primary, bases: Sequence[int]) -> str:
-    measure = MEASURES[primary.measure]
-    levels = {arm: level_of(study, primary, arm, bases) for arm in primary.arms}
-    return f"Levels: {', '.join(f'{arm} {measure.level_text(level)}' for arm, level in levels.items())}."
+def _levels(primary: Primary, looked: Sequence[Looked]) -> str:
+    show = MEASURES[primary.measure].level_text
+    levels = dict(pair for one in looked for pair in zip(primary.contrasts[one.name], one.effect.levels, strict=True))
+    return f"Levels: {', '.join(f'{arm} {show(level)}' for arm, level in levels.items())}."

@@ -82,6 +82,15 @@ class Measure:
         """An effect in the unit of a figure's axis; in per cent for ratios."""
         return 100 * math.expm1(effect) if self.ratio else self.scale * effect
 
+    def ends_on_axis(self, estimate: Estimate) -> tuple[float, float, float]:
+        """Value and interval in the unit of a figure's axis."""
+        return self.on_axis(estimate.value), self.on_axis(estimate.low), self.on_axis(estimate.high)
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """The margin on a figure's axis."""
+        return self.on_axis(-self.margin), self.on_axis(self.margin)
+
     def text(self, effect: float) -> str:
         """An effect or margin, with its sign."""
         return f"×{math.exp(effect):.3f}" if self.ratio else f"{self.scale * effect:+.{2 if self.scale > 1 else 4}f}"
