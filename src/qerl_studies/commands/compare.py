@@ -7,7 +7,8 @@
 First the numbers that one looks at first, even if both arms have the same, then these by step, then all others that
 differ. Numbers of training are means over the last fifth of the steps, those of evaluations the last ones. Differences
 are taken between runs of one base model and seed; their 95 % interval is Student's t over bases, or over the seeds of
-one base, and of held-out accuracies whose answers were kept for other questions too. Of a single pair only these have
+one base, and of held-out accuracies whose answers were kept for other questions too. From three pairs on, the
+correlation of the two arms over them: pairs help where it is above 0. Of a single pair only these have
 an interval, over questions.
 """
 
@@ -110,10 +111,10 @@ def comparison(names: tuple[str, str], first: Arm, second: Arm) -> str:
     options = option_rows(first, second)
     parts = [f"first   {names[0]}  ({_count(first)})", f"second  {names[1]}  ({_count(second)})", ""]
     parts += [_table(("option", "first", "second"), options)] if options else ["no option differs"]
-    header = ("number", "first", "second", "first - second", "95 % interval")
     rows = number_rows(first, second)
+    header = ("number", "first", "second", "first - second", "95 % interval", *_correlated(rows))
     chosen, others = (
-        [(row.number.metric, *row.texts) for row in rows if (row.number in HEADLINES) == leading]
+        [(row.number.metric, *row.texts)[: len(header)] for row in rows if (row.number in HEADLINES) == leading]
         for leading in (True, False)
     )
     parts += ["", _table(header, chosen)] if chosen else []
@@ -155,6 +156,11 @@ def number_rows(first: Arm, second: Arm) -> list[Compared]:
     return [row for row in rows if row.number in HEADLINES or _differs(row)]
 
 
+def _correlated(rows: Sequence[Compared]) -> list[str]:
+    """The head of the column of correlations, if there are pairs enough for one."""
+    return ["correlation of the arms"] if any(math.isfinite(row.correlation) for row in rows) else []
+
+
 def _is_number(kind: str, name: str) -> bool:
     return kind in KINDS and name != "time" and "_stderr" not in name
 
@@ -179,10 +185,11 @@ def as_table(first: Arm, second: Arm) -> Table:
         "low": [one.low if one else math.nan for one in ends],
         "high": [one.high if one else math.nan for one in ends],
         "n": [row.difference.n if row.difference else 0 for row in rows],
+        "correlation": [row.correlation for row in rows],
     })  # fmt: skip
-    heads = ("number", "first", "second", "difference", "95 % interval")
+    heads = ("number", "first", "second", "difference", "95 % interval", *_correlated(rows))
     leading = [row for row in rows if row.number in HEADLINES]
-    shown = pd.DataFrame([(row.number.title, *row.texts) for row in leading], columns=heads)
+    shown = pd.DataFrame([(row.number.title, *row.texts)[: len(heads)] for row in leading], columns=heads)
     options = [f"{key} {one} (first) and {other} (second)" for key, one, other in option_rows(first, second)]
     caption = [
         f"Two arms of {_count(first)} and {_count(second)}, which differ in {'; '.join(options) or 'no option'}.",

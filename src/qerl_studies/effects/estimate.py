@@ -15,9 +15,8 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from qerl_core.checks import require
 from qerl_core.statistics import CONFIDENCE, Estimate, mean_ci, mean_ci_crossed, over_questions, t_quantile
-from qerl_studies.effects.pairs import Arm, Number, as_grid, average_seeds, paired
+from qerl_studies.effects.pairs import Arm, Number, average_seeds, paired
 from qerl_studies.runs.load import Run
 
 Questions = Literal["drawn", "fixed"]
@@ -103,7 +102,7 @@ class Effect:
     """A contrast in one setting: the numbers of each arm (questions, cells), and what is made of them.
 
     A number of the whole run is one row. `signs` are those of the arms. Units are bases if there are several, else the
-    seeds of the only one.
+    seeds of the only one. With one arm it is a level.
     """
 
     arms: tuple[pd.DataFrame, ...]
@@ -139,7 +138,7 @@ class Effect:
         """The mean of each arm."""
         return tuple(float(one.mean(skipna=False)) for one in self.by_arm)
 
-    @property
+    @cached_property
     def correlation(self) -> float:
         """Of two arms over units; NaN of four."""
         return correlation(*self.by_arm) if len(self.arms) == 2 else math.nan
@@ -150,18 +149,39 @@ class Effect:
         return [average_seeds(table).mean(skipna=False) for table in self.arms]
 
     @cached_property
-    def bases(self) -> RandomEffects | None:
-        """What the bases are like, if there are several."""
-        return over_bases(as_grid(self.differences)) if self.unit == "base" else None
+    def by_base(self) -> tuple[Estimate, ...]:
+        """The effect on each base, over its seeds."""
+        tables = (self.differences.xs(base, axis="columns", level="base") for base in self._bases.unique())
+        return tuple(over_units(table.to_numpy(), "drawn") for table in tables)
+
+    @property
+    def between(self) -> float:
+        """The estimated standard deviation of the bases' true effects."""
+        cells = self.differences.mean()
+        within = float(cells.groupby(level="base").var().mean()) / self.seeds if self.seeds > 1 else 0.0
+        return math.sqrt(max(0.0, float(self.by_unit.var(ddof=1)) - within))
+
+    @property
+    def prediction(self) -> tuple[float, float] | None:
+        """The 95 % interval for one more base of as many seeds; None below three bases.
+
+        Bases have equal weights, so Student's t is exact whatever the spread within them.
+        """
+        count = len(self.by_unit)
+        if self.unit != "base" or count < 3:
+            return None
+        spread = math.sqrt(float(self.by_unit.var(ddof=1)) * (1 + 1 / count))
+        half_width = t_quantile((1 + CONFIDENCE) / 2, count - 1) * spread
+        return self.whole.value - half_width, self.whole.value + half_width
 
     @property
     def unit(self) -> str:
-        return "base" if self._cells.nunique() > 1 else "seed"
+        return "base" if self._bases.nunique() > 1 else "seed"
 
     @property
     def seeds(self) -> int:
         """Of each base."""
-        return int(self._cells.value_counts().max())
+        return int(self._bases.value_counts().max())
 
     @property
     def questions(self) -> int:
@@ -169,17 +189,19 @@ class Effect:
         return len(self.table)
 
     @property
-    def _cells(self) -> pd.Index:
+    def _bases(self) -> pd.Index:
         """The base of each cell."""
         return self.arms[0].columns.get_level_values("base")
 
     @property
     def origin(self) -> str:
-        """What was averaged: 16 bases × 2 seeds × 256 questions drawn, 15 df."""
+        """What was averaged: 16 bases × 2 seeds × 256 questions drawn, 15 df, correlation +0.31 of the arms."""
         units = f"{self.whole.n} {self.unit}{'s' if self.whole.n > 1 else ''}"
         seeds = f" × {self.seeds} seed{'s' if self.seeds > 1 else ''}" if self.unit == "base" else ""
         questions = f" × {self.questions} questions drawn" if self.questions > 1 else ""
-        return units + seeds + questions + (f", {self.whole.df:.0f} df" if self.whole.stderr > 0 else "")
+        freedom = f", {self.whole.df:.0f} df" if self.whole.has_interval else ""
+        together = "" if math.isnan(self.correlation) else f", correlation {self.correlation:+.2f}"
+        return units + seeds + questions + freedom + together
 
 
 def effect_of(
@@ -187,31 +209,3 @@ def effect_of(
 ) -> Effect:
     """The first arm minus the second, or what `signs` make of more arms, in pairs. Raises ConfigError as `paired`."""
     return Effect(tuple(paired(arms, number, any_machine=any_machine)), signs)
-
-
-@dataclass(frozen=True)
-class RandomEffects:
-    """An effect over several bases; `between` is the estimated standard deviation of the bases' true effects."""
-
-    whole: Estimate  # over bases
-    by_base: tuple[Estimate, ...]
-    between: float
-    prediction: tuple[float, float] | None  # 95 % interval for one more base of as many seeds; None below three bases
-
-
-def over_bases(values: np.ndarray) -> RandomEffects:
-    """Random-effects mean of numbers (questions, bases, seeds), questions drawn; 1 of them for numbers of a whole run.
-
-    Bases are the units and have equal weights, so Student's t with B - 1 degrees of freedom is exact whatever the
-    spread within bases. The same holds for the prediction interval of the mean of one more base.
-    """
-    _, b, s = values.shape
-    require(b > 1, f"an effect over bases needs at least two of them, got {b}")
-    means = values.mean(2)  # (questions, bases)
-    whole = over_units(means, "drawn")
-    by_base = tuple(over_units(values[:, i], "drawn") for i in range(b))
-    spread = float(means.mean(0).var(ddof=1))
-    within = float(values.mean(0).var(axis=1, ddof=1).mean()) / s if s > 1 else 0.0
-    half_width = t_quantile((1 + CONFIDENCE) / 2, b - 1) * math.sqrt(spread * (1 + 1 / b))
-    prediction = (whole.value - half_width, whole.value + half_width) if b > 2 else None
-    return RandomEffects(whole, by_base, math.sqrt(max(0.0, spread - within)), prediction)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from qerl_core.checks import ConfigError, require
@@ -101,9 +100,3 @@ def difference_by_step(treated: Arm | Sequence[Run], control: Arm | Sequence[Run
     """The difference of two arms on each unit, at the steps that all runs have."""
     first, second = paired([treated, control], number, by_step=True)
     return average_seeds(first - second)
-
-
-def as_grid(table: pd.DataFrame) -> np.ndarray:
-    """A table whose bases have equally many seeds, as numbers (questions, bases, seeds)."""
-    bases = table.columns.get_level_values("base").unique()
-    return np.stack([table.xs(base, axis="columns", level="base").to_numpy() for base in bases], axis=1)

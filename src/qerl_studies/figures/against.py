@@ -115,8 +115,9 @@ def plot_against(
             bottom.set_ylabel(f"{minus}{f', {measure.unit}' if measure.unit else ''}")
             label_ends(top, ends)
         note = f"Top: means (axes not from 0). Bottom: each {minus}; formats at one value stand side by side."
-        diverged = mark_notes([*arms.values()], measures)[-1]
-        caption(figure, *notes, note, interval_note(settings[0].runs, measures), margin_note(measures), diverged)
+        together, diverged = mark_notes([*arms.values()], measures)[-2:]
+        told = (interval_note(settings[0].runs, measures), margin_note(measures), together, diverged)
+        caption(figure, *notes, note, *told)
     return figure
 
 

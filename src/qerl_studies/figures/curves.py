@@ -16,11 +16,12 @@ from matplotlib.ticker import MaxNLocator
 
 from qerl_core.checks import require
 from qerl_core.statistics import Estimate, mean_ci
+from qerl_studies.effects.estimate import Effect
 from qerl_studies.effects.pairs import average_seeds, by_cell, difference_by_step
 from qerl_studies.figures.effects import PlottedArm, plotted_arm
 from qerl_studies.figures.labels import label_settings, noise_text
 from qerl_studies.figures.paired import ENTROPY as ENTROPY_MEAN
-from qerl_studies.figures.paired import REWARD_MEAN, effect, effect_text
+from qerl_studies.figures.paired import REWARD_MEAN, correlation_note, effect, effect_text
 from qerl_studies.figures.style import (
     FULL_WIDTH,
     caption,
@@ -97,7 +98,11 @@ def paired_curves(
 def _whole(one: PlottedArm, curve: Curve) -> list[str]:
     """Effect and interval as text; nothing if some runs have more steps than others."""
     same_length = len({run.last_step for run in (*one.runs, *one.control)}) == 1
-    return effect_text(curve.summary, effect(one.runs, one.control, curve.summary).whole) if same_length else []
+    return effect_text(curve.summary, _effect(one, curve).whole) if same_length else []
+
+
+def _effect(one: PlottedArm, curve: Curve) -> Effect:
+    return effect(one.runs, one.control, curve.summary)
 
 
 def _levels(ax: Axes, shown: Sequence[PlottedArm], curve: Curve) -> None:
@@ -160,6 +165,7 @@ def _notes(pairs: Sequence[PlottedArm], curves: Sequence[Curve]) -> list[str]:
     return [
         f"Left: level (axis not from 0), mean of {describe_repeats(runs)}. Others: paired difference by step, {band}.",
         f"Above each: difference of the {named} over the run, with 95% interval.",
+        correlation_note({one.summary.name: [_effect(pair, one) for pair in pairs] for one in curves}),
         f"Grey: the margin within which that would not matter ({margins})." if margins else "",
         f"What a step shows of {', '.join(smooth)}." if smooth else "",
     ]

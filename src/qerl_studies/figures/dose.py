@@ -11,8 +11,8 @@ from matplotlib.ticker import NullFormatter
 
 from qerl_studies.effects.estimate import Effect, effect_of
 from qerl_studies.figures.effects import PlottedArm
-from qerl_studies.figures.exploration import MARGIN, change
-from qerl_studies.figures.paired import SAMPLED, interval_note
+from qerl_studies.figures.exploration import MARGIN, passing
+from qerl_studies.figures.paired import SAMPLED, correlation_note, interval_note
 from qerl_studies.figures.style import BAND, FULL_WIDTH, GRAY, caption, panels, paper_style
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import last_fifth_mean, mean_between
@@ -32,7 +32,7 @@ def dose_response(arms: Sequence[PlottedArm]) -> Figure:
     responses: list[tuple[str, Callable[[PlottedArm], Effect], bool]] = [
         ("entropy, second tenth of steps", partial(_of_entropy, metric=early), True),
         ("entropy, last fifth", partial(_of_entropy, metric=late), True),
-        *((f"pass@{k} after training", partial(change, k=k), False) for k in (1, samples)),
+        *((f"pass@{k} after training", partial(passing, k=k), False) for k in (1, samples)),
     ]
     with paper_style():
         figure, axes = panels(2, 2, 3.6, FULL_WIDTH, sharex=True)
@@ -65,6 +65,7 @@ def dose_response(arms: Sequence[PlottedArm]) -> Figure:
             figure,
             "An arm minus its control, against the KL of its sampler and its trainer over the second tenth of the "
             f"steps. {interval_note(arms[0].runs, [SAMPLED])} Grey: ±{MARGIN:g} point of accuracy.",
+            correlation_note({"pass@1": [passing(arm, 1) for arm in arms]}),
         )
     return figure
 

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from qerl_studies.claims.preconditions import LOST, diverged
 from qerl_studies.effects.pairs import average_seeds, by_cell
-from qerl_studies.figures.paired import effect, interval_note, level
+from qerl_studies.figures.paired import correlation_note, effect, interval_note, level
 from qerl_studies.figures.style import FULL_WIDTH, GRAY, caption, color, margin_band, panels, paper_style, small
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import Measure
@@ -123,6 +123,9 @@ def mark_notes(arms: Sequence[PlottedArm], measures: Sequence[Measure], levels: 
         "Numbers: each arm's own mean." if levels else "",
         "Filled: with noise, hollow: without." if mixed else "",
         margin_note(measures),
+        correlation_note(
+            {one.name: [effect(arm.runs, arm.control, one) for arm in arms if arm.control] for one in measures}
+        ),
         CROSS if any(diverged(run) for arm in arms for run in arm.runs) else "",
     ]
 
@@ -169,5 +172,6 @@ def level_plot(arms: Sequence[PlottedArm], measures: Sequence[Measure], *notes: 
             f"Numbers: mean and, for the others, ratio to {first.label} with its 95% interval (Student's t, in pairs)."
         )
         marks = "Filled: with noise, hollow: without." if len({arm.filled for arm in arms}) == 2 else ""
-        caption(figure, *notes, points, ratio, marks)
+        effects = {one.name: [effect(arm.runs, arm.control, one) for arm in arms if arm.control] for one in measures}
+        caption(figure, *notes, points, ratio, marks, correlation_note(effects))
     return figure

@@ -18,7 +18,7 @@ from qerl_studies.design.sessions import Sessions
 from qerl_studies.effects.estimate import Effect, effect_of
 from qerl_studies.effects.pairs import average_seeds, by_cell
 from qerl_studies.figures.effects import PlottedArm
-from qerl_studies.figures.paired import ENTROPY, SAMPLED
+from qerl_studies.figures.paired import ENTROPY, SAMPLED, correlation_note
 from qerl_studies.figures.style import (
     FULL_WIDTH,
     GRAY,
@@ -65,6 +65,7 @@ def entropy_and_accuracy(study: Sessions, arms: Sequence[PlottedArm]) -> Figure:
             f"{before if formats else 'An arm'} minus its control, after training, the mean of its seeds. Dots: "
             f"{len(study.probes)} base models; diamonds: mean and 95% interval (Student's t; questions "
             f"{'fixed above, drawn below' if formats else 'drawn'}). Grey: ±{MARGIN:g} point.",
+            correlation_note({"pass@1 after training": [passing(arm, 1) for arm in arms]}),
         )
     return figure
 
@@ -83,7 +84,7 @@ def pass_at_k_curves(arms: Sequence[PlottedArm]) -> Figure:
             ends.append((float(after.iloc[-1].mean()), arm.label, arm.shade))
             if arm.control:
                 shared = after.index.intersection(pass_curve(arm.control[0]).index)
-                means = [change(arm, k).whole for k in shared]
+                means = [passing(arm, k).whole for k in shared]
                 change.plot(shared, [100 * one.value for one in means], color=arm.shade, linewidth=1.0)
                 band = np.array([[100 * one.low, 100 * one.high] for one in means]).T
                 change.fill_between(shared.to_numpy(), *band, color=arm.shade, alpha=0.2, linewidth=0)
@@ -101,6 +102,7 @@ def pass_at_k_curves(arms: Sequence[PlottedArm]) -> Figure:
             "one format; solid: after. Right: paired differences after training with 95% bands (Student's t, questions "
             "drawn). Grey: "
             f"±{MARGIN:g} point.",
+            correlation_note({"pass@1": [passing(arm, 1) for arm in arms if arm.control]}),
         )
     return figure
 
@@ -129,7 +131,7 @@ def _sampled(run: Run, step: int | None) -> pd.DataFrame:
     return chosen
 
 
-def change(arm: PlottedArm, k: int) -> Effect:
+def passing(arm: PlottedArm, k: int) -> Effect:
     """On pass@k."""
     return effect_of([arm.runs, arm.control], partial(passed, k=k))
 
@@ -143,7 +145,7 @@ def _before(ax: Axes, study: Sessions, reference: str, quant: str, k: int) -> No
 
 
 def _after(ax: Axes, arm: PlottedArm, k: int) -> None:
-    entropies, right = effect_of([arm.runs, arm.control], ENTROPY.averaged), change(arm, k)
+    entropies, right = effect_of([arm.runs, arm.control], ENTROPY.averaged), passing(arm, k)
     _scatter(ax, (entropies.by_unit, entropies.whole), (right.by_unit, right.whole), arm.label, arm.shade)
 
 

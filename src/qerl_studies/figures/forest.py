@@ -14,6 +14,7 @@ from qerl_studies.claims.claim import ClaimResult, ContrastResult
 from qerl_studies.effects.estimate import Effect
 from qerl_studies.figures.compact import compact
 from qerl_studies.figures.effects import label_rows
+from qerl_studies.figures.paired import correlation_note
 from qerl_studies.figures.style import FULL_WIDTH, caption, margin_band, panels, paper_style, small
 
 REACH = 5.0  # margins; marks beyond are arrows at the edge
@@ -86,6 +87,7 @@ def _explained(results: Sequence[ClaimResult]) -> Iterator[str]:
     if effects:
         intervals = f"95% intervals (Student's t over {origins}{drawn})"
         yield f"Diamonds: primary contrasts, with {intervals}, grey where not testable."
+        yield correlation_note({"primary contrasts": effects})
     factors = {math.exp(one.claim.measure.margin) for one in results if "KL" in one.claim.measure.name}
     mismatch = f", a factor of {_either(factors)} of a KL" if factors else ""
     points = {1.0} | {m.margin * m.scale for m in (one.claim.measure for one in results) if m.unit == "points"}
@@ -94,7 +96,7 @@ def _explained(results: Sequence[ClaimResult]) -> Iterator[str]:
     paper = " Hollow diamonds: the paper." if any(one.claim.reported_effects for one in results) else ""
     alike = " Claims of no difference hold in it." if any(one.claim.expected == "same" for one in results) else ""
     yield f"Grey band: less than that.{alike}{paper} Arrows: beyond the axis."
-    if any(effect.bases for effect in effects):
+    if any(effect.unit == "base" for effect in effects):
         yield "Dots: single base models on the axis."
     elif effects:
         yield "All from one base model, for which alone the intervals speak."
@@ -113,7 +115,9 @@ def _mark(ax: Axes, y: float, effect: Effect, margins: float, shade: str) -> Non
         for end in ends:
             if abs(end) > REACH:
                 _point(ax, y, end, shade, hollow=False)
-    inside = [x for base in (effect.bases.by_base if effect.bases else ()) if abs(x := base.value * margins) <= REACH]
+    inside = [
+        x for base in (effect.by_base if effect.unit == "base" else ()) if abs(x := base.value * margins) <= REACH
+    ]
     ax.plot(inside, [y + 0.28] * len(inside), "o", color=shade, alpha=0.45, markersize=2)
     _point(ax, y, whole.value * margins, shade, hollow=whole.n == 1)
 

@@ -94,12 +94,19 @@ class Compared:
         return self.effect.whole if self.effect else None
 
     @property
-    def texts(self) -> tuple[str, str, str, str]:
-        """The mean of each arm, the difference and its interval, in four digits."""
+    def correlation(self) -> float:
+        """Of the two arms over units."""
+        return self.effect.correlation if self.effect else math.nan
+
+    @property
+    def texts(self) -> tuple[str, str, str, str, str]:
+        """The mean of each arm, the difference, its interval and the correlation."""
         first, second = (f"{mean:.4g}" if math.isfinite(mean) else "-" for mean in self.means)
+        together = f"{self.correlation:+.2f}" if math.isfinite(self.correlation) else "-"
         if self.difference is None:
-            return first, second, "-", "-"
-        return first, second, f"{self.difference.value:+.4g}", self.difference.interval_text("{:+.4g}".format)
+            return first, second, "-", "-", together
+        interval = self.difference.interval_text("{:+.4g}".format)
+        return first, second, f"{self.difference.value:+.4g}", interval, together
 
     @property
     def state(self) -> State:

@@ -8,7 +8,7 @@ answers for other questions too.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pandas as pd
@@ -60,6 +60,22 @@ def interval_note(runs: Sequence[Run], measures: Sequence[Measure] = ()) -> str:
 def questions_of(run: Run, measure: Measure) -> str:
     """Whether an interval of answers holds for other questions too, for which they have to be kept."""
     return f"questions {'drawn' if isinstance(measure.metric(run), pd.Series) else 'fixed'}"
+
+
+def correlation_note(effects: Mapping[str, Sequence[Effect]]) -> str:
+    """The sentence of a caption that says how far arms go together with their controls, from least to most."""
+    told = []
+    for name, several in effects.items():
+        known = sorted(one.correlation for one in several if not math.isnan(one.correlation))
+        told += (
+            [f"{name} {' to '.join(dict.fromkeys(f'{end:+.2f}' for end in (known[0], known[-1])))}"] if known else []
+        )
+    unit = next((f"{one.unit}s" for several in effects.values() for one in several), "")
+    return (
+        f"Correlation of the two arms over {unit}, for which pairs help if it is above 0: {', '.join(told)}."
+        if told
+        else ""
+    )
 
 
 def workload(run: Run) -> str:

@@ -142,7 +142,17 @@ def markdown(folder: Path, judged: Sequence[Judged]) -> str:
     tested = [one for one in judged if one.state.tested]
     unread = dict.fromkeys(shown(one.metric) for one in judged if one.state.untested == UNREAD)
     others = [one for one in judged if not one.state.tested and one.state.untested != UNREAD]
-    heads = ("first - second", "number", "first", "second", "difference", "95 % interval", "finds", "word")
+    heads = (
+        "first - second",
+        "number",
+        "first",
+        "second",
+        "difference",
+        "95 % interval",
+        "correlation",
+        "finds",
+        "word",
+    )
     rows = [
         (
             f"{shown(one.first)} - {shown(one.second)}",
@@ -159,6 +169,7 @@ def markdown(folder: Path, judged: Sequence[Judged]) -> str:
         parts.append(
             "Numbers of training are means over the last fifth of the steps, others the last ones. Intervals are "
             "Student's t over pairs of seeds, and where answers are known by question for other questions too. "
+            "*Correlation*: of the two arms over seeds; pairs help where it is above 0. "
             "*Finds*: the smallest true difference that so many pairs find four times of five. "
             f"{words}. Nothing is adjusted for how many numbers one looks at."
         )

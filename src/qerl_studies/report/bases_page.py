@@ -34,6 +34,7 @@ class Column:
     values: pd.Series
     form: str
     estimate: Estimate
+    correlation: float = math.nan  # of two arms
 
     def cell(self, value: float) -> str:
         return "-" if math.isnan(value) else format(value, self.form)
@@ -60,6 +61,8 @@ def bases(study: Sessions, controls: Mapping[str, Arm]) -> str:
     rows += [["mean", name, *(one.cell(one.mean(group)) for one in columns)] for name, group in several.items()]
     rows.append(["mean", "", *(one.cell(one.mean([*study.probes])) for one in columns)])
     rows.append(["95 %, questions drawn after training", "", *(one.interval for one in columns)])
+    together = [f"{one.correlation:+.2f}" if math.isfinite(one.correlation) else "-" for one in columns]
+    rows.append(["correlation of the arms", "", *together])
     note = (
         f"Per cent and points of accuracy. Left: {study.design.probe.questions} training questions before any training,"
         " which intervals take as they are; damage is what a format costs. Right: held-out questions after training,"
@@ -98,9 +101,10 @@ def _after(study: Sessions, arm: str, control: str) -> list[Column]:
 def _difference(study: Sessions, arm: str, control: str, way: str, head: str) -> Column:
     ends = [by_base(study.runs, name, end_of(way)) for name in (arm, control)]
     values = shared(*ends).reindex([*study.probes])
-    known = values.notna().any()
-    estimate = effect(*study.pairs(arm, control), WAYS[way]).whole if known else over_known(values)
-    return Column(head, 100 * values, "+.1f", estimate)
+    if not values.notna().any():
+        return Column(head, values, "+.1f", over_known(values))
+    found = effect(*study.pairs(arm, control), WAYS[way])
+    return Column(head, 100 * values, "+.1f", found.whole, found.correlation)
 
 
 def end_of(way: str) -> Callable[[Run], float]:

@@ -19,15 +19,15 @@ from qerl_studies.runs.settings import by_scope, group_by_setting
 
 COLUMNS = (
     *("scope", "factor", "contrast", "where", "number", "metric", "effect", "low", "high"),
-    *("n", "unit", "pairs", "margin", "word", "mixed_machines"),
+    *("n", "unit", "pairs", "margin", "word", "correlation", "mixed_machines"),
 )
 
 
 def effect_table(runs: Sequence[Run]) -> pd.DataFrame:
     """`effect` is the first arm of `contrast` minus the second, in units of the metric; `n` counts `unit`s.
 
-    `margin` is the smallest effect that matters, NaN if none was named. `word` is what the interval leaves. Empty, with
-    its columns, if no two arms are comparable.
+    `margin` is the smallest effect that matters, NaN if none was named. `word` is what the interval leaves,
+    `correlation` that of the two arms over units. Empty, with its columns, if no two arms are comparable.
     """
     finished = [run for run in runs if run.finished]
     rows = [
@@ -55,5 +55,6 @@ def _rows(scope: str, contrast: OwnContrast) -> Iterator[dict[str, Any]]:
             "unit": "base" if len({base for base, _ in common}) > 1 else "seed",
             "margin": one.margin or math.nan,
             "word": found.state.of_pair,
+            "correlation": found.correlation,
             "mixed_machines": mixed,
         }

@@ -5,6 +5,7 @@ Left out: gates, corrections for how many contrasts one looks at, and difference
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
@@ -88,4 +89,5 @@ def _cell(found: Compared) -> tuple[str, str]:
     if found.difference is None:
         return "-", ""
     scale, digits = (100, 1) if "%" in found.number.form else (1, 3)
-    return found.difference.text(lambda end: f"{scale * end:+.{digits}f}"), found.state.of_pair
+    together = "" if math.isnan(found.correlation) else f", correlation {found.correlation:+.2f}"
+    return found.difference.text(lambda end: f"{scale * end:+.{digits}f}"), found.state.of_pair + together

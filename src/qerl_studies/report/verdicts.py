@@ -2,7 +2,8 @@
 
 Effects are in the unit of their measure, ratios as ratios; `margin` is the smallest one that matters, in the same unit.
 Studies with primary contrasts of their own have a record for each of these alone, from the last look that was reached,
-and none before the first. `questions` is the number that an interval draws, null if those that were asked are fixed.
+and none before the first. `questions` is the number that an interval draws, null if those that were asked are fixed;
+`correlation` is that of two arms over units, null of four arms and below three units.
 Left out: robustness checks, and claims without an effect.
 """
 
@@ -152,6 +153,7 @@ def _record(
         "margin": _shown(measure, measure.margin),
         "arms": _arms(measure, primary, effect),
         "units": {"kind": effect.unit, "n": effect.whole.n, "seeds": effect.seeds, "questions": effect.questions},
+        "correlation": _correlation(effect),
         **_estimate(measure, effect.whole),
         "greedy": _estimate(measure, greedy.whole) if greedy else None,
         "bases": _bases(measure, primary, effect),
@@ -212,7 +214,7 @@ def dose_of(runs: Sequence[Run]) -> Record | None:
 def _bases(measure: Measure, primary: Comparison, effect: Effect) -> list[Record]:
     """Each base, by the digest of its weights where that was recorded, with its own effect."""
     names = list(dict.fromkeys(base for base, _ in primary.stratum.cells))
-    effects = effect.bases.by_base if effect.bases else (effect.whole,)
+    effects = effect.by_base if effect.unit == "base" else (effect.whole,)
     return [{"base": name, "effect": _shown(measure, one.value)} for name, one in zip(names, effects, strict=True)]
 
 
@@ -248,6 +250,7 @@ def _primary_records(study: str, seen: Sessions, primary: Primary) -> Iterator[R
                 for arm, sign, level in zip(pair, one.effect.signs, one.effect.levels, strict=True)
             ],
             "units": {"kind": "base", "n": one.over_bases.n, "seeds": len(seen.design.seeds), "questions": None},
+            "correlation": _correlation(one.effect),
             **_estimate(measure, one.over_bases),
             "greedy": None,
             "bases": [
@@ -278,6 +281,10 @@ def claims_about(treated: Sequence[Run], control: Sequence[Run]) -> list[str]:
             for items in side
         )
     ]
+
+
+def _correlation(effect: Effect) -> float | None:
+    return None if math.isnan(effect.correlation) else round(effect.correlation, 2)
 
 
 def _estimate(measure: Measure, estimate: Estimate) -> Mapping[str, float | None]:
