@@ -151,14 +151,15 @@ class Effect:
     @cached_property
     def by_base(self) -> tuple[Estimate, ...]:
         """The effect on each base, over its seeds."""
-        tables = (self.differences.xs(base, axis="columns", level="base") for base in self._bases.unique())
-        return tuple(over_units(table.to_numpy(), "drawn") for table in tables)
+        table = self.differences.to_numpy()
+        return tuple(over_units(table[:, self._bases == base], "drawn") for base in self._bases.unique())
 
     @property
     def between(self) -> float:
         """The estimated standard deviation of the bases' true effects."""
-        cells = self.differences.mean()
-        within = float(cells.groupby(level="base").var().mean()) / self.seeds if self.seeds > 1 else 0.0
+        cells = self.differences.to_numpy().mean(axis=0)
+        each = [cells[self._bases == base].var(ddof=1) for base in self._bases.unique()] if self.seeds > 1 else [0.0]
+        within = float(np.mean(each)) / self.seeds
         return math.sqrt(max(0.0, float(self.by_unit.var(ddof=1)) - within))
 
     @property

@@ -44,7 +44,7 @@ def average_seeds(table: pd.DataFrame) -> pd.DataFrame:
 
 def by_unit(runs: Arm | Sequence[Run], number: Number) -> pd.Series:
     """The mean of each base over its questions and seeds; with a single base, of each seed."""
-    return average_seeds(by_cell(runs, number)).mean(skipna=False)
+    return pd.Series(average_seeds(by_cell(runs, number)).mean(skipna=False))
 
 
 def shared(treated: pd.Series, control: pd.Series) -> pd.Series:

@@ -143,7 +143,7 @@ def _by_question(arms: Sequence[Arm], name: str) -> Effect | None:
     except ConfigError:
         return None
     answered = np.all([table.notna().all(axis=1) for table in tables], axis=0)
-    return Effect(tuple(table[answered] for table in tables)) if answered.sum() > 1 else None
+    return Effect(tuple(table.loc[answered] for table in tables)) if answered.sum() > 1 else None
 
 
 def by_step(runs: Sequence[Run], number: Headline) -> list[tuple[float, Estimate]]:
