@@ -18,7 +18,6 @@ from qerl_core.statistics import Estimate
 from qerl_studies.claims.evaluate import evaluate_claims
 from qerl_studies.claims.registry import QERL, claims_of
 from qerl_studies.claims.specification import Specification, specifications
-from qerl_studies.effects.estimate import Effect
 from qerl_studies.figures.specification import specification_curve, specification_table
 from qerl_studies.runs.measure import gained, late_mean
 from tests.scripts import script
@@ -111,9 +110,7 @@ def test_the_figure_draws_every_row_of_the_table_with_its_number_of_bases_and_th
 def specification(claim: str, effect: float, contrast: str = "a - b", bases: int = 16, **others: Any) -> Specification:
     measure = next(one.measure for one in CLAIMS if one.title == NVFP4)
     estimate = Estimate(effect, 0.001, bases, bases - 1)
-    cells = pd.MultiIndex.from_tuples([("a", 0), ("a", 1)], names=["base", "seed"])
-    none = Effect((pd.DataFrame([[0.0, 0.0]], columns=cells),) * 2)
-    whole = Specification(claim, "harms", contrast, measure, "sampled, end", False, False, estimate, none, True)
+    whole = Specification(claim, "harms", contrast, measure, "sampled, end", False, False, estimate, True)
     return replace(whole, **others)
 
 

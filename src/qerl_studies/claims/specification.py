@@ -20,7 +20,6 @@ from qerl_studies.claims.claim import Claim, ClaimResult, ContrastResult
 from qerl_studies.claims.estimate import Comparison, compare
 from qerl_studies.claims.match import Contrast
 from qerl_studies.claims.measures import LATE_REWARD, REWARD
-from qerl_studies.effects.estimate import Effect
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import Measure, area, gained, held_out, last_fifth_mean, late_mean, mean_gain
 
@@ -43,7 +42,6 @@ class Specification:
     pooled: bool
     questions: bool
     estimate: Estimate
-    effect: Effect  # of this study
     decides: bool  # whether the verdict on the claim is about this one
 
     @property
@@ -108,7 +106,7 @@ def _of_way(
     decides = effect.whole in _deciding(result, voting.contrast)
     title, label = result.claim.title, voting.contrast.label
     whole = Specification(
-        title, result.verdict, label, measure, way, False, effect.questions > 1, effect.whole, effect, decides
+        title, result.verdict, label, measure, way, False, effect.questions > 1, effect.whole, decides
     )
     yield whole
     if whole.questions:

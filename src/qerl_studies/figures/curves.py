@@ -165,7 +165,7 @@ def _notes(pairs: Sequence[PlottedArm], curves: Sequence[Curve]) -> list[str]:
     return [
         f"Left: level (axis not from 0), mean of {describe_repeats(runs)}. Others: paired difference by step, {band}.",
         f"Above each: difference of the {named} over the run, with 95% interval.",
-        correlation_note({one.summary.name: [_effect(pair, one) for pair in pairs] for one in curves}),
+        correlation_note(_effect(pair, one) for pair in pairs for one in curves),
         f"Grey: the margin within which that would not matter ({margins})." if margins else "",
         f"What a step shows of {', '.join(smooth)}." if smooth else "",
     ]

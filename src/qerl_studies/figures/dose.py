@@ -65,7 +65,7 @@ def dose_response(arms: Sequence[PlottedArm]) -> Figure:
             figure,
             "An arm minus its control, against the KL of its sampler and its trainer over the second tenth of the "
             f"steps. {interval_note(arms[0].runs, [SAMPLED])} Grey: ±{MARGIN:g} point of accuracy.",
-            correlation_note({"pass@1": [passing(arm, 1) for arm in arms]}),
+            correlation_note(passing(arm, 1) for arm in arms),
         )
     return figure
 

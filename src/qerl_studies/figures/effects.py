@@ -123,9 +123,7 @@ def mark_notes(arms: Sequence[PlottedArm], measures: Sequence[Measure], levels: 
         "Numbers: each arm's own mean." if levels else "",
         "Filled: with noise, hollow: without." if mixed else "",
         margin_note(measures),
-        correlation_note(
-            {one.name: [effect(arm.runs, arm.control, one) for arm in arms if arm.control] for one in measures}
-        ),
+        correlation_note(effect(arm.runs, arm.control, one) for arm in arms if arm.control for one in measures),
         CROSS if any(diverged(run) for arm in arms for run in arm.runs) else "",
     ]
 
@@ -172,6 +170,6 @@ def level_plot(arms: Sequence[PlottedArm], measures: Sequence[Measure], *notes: 
             f"Numbers: mean and, for the others, ratio to {first.label} with its 95% interval (Student's t, in pairs)."
         )
         marks = "Filled: with noise, hollow: without." if len({arm.filled for arm in arms}) == 2 else ""
-        effects = {one.name: [effect(arm.runs, arm.control, one) for arm in arms if arm.control] for one in measures}
+        effects = (effect(arm.runs, arm.control, one) for arm in arms if arm.control for one in measures)
         caption(figure, *notes, points, ratio, marks, correlation_note(effects))
     return figure

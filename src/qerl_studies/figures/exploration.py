@@ -65,7 +65,7 @@ def entropy_and_accuracy(study: Sessions, arms: Sequence[PlottedArm]) -> Figure:
             f"{before if formats else 'An arm'} minus its control, after training, the mean of its seeds. Dots: "
             f"{len(study.probes)} base models; diamonds: mean and 95% interval (Student's t; questions "
             f"{'fixed above, drawn below' if formats else 'drawn'}). Grey: ±{MARGIN:g} point.",
-            correlation_note({"pass@1 after training": [passing(arm, 1) for arm in arms]}),
+            correlation_note(passing(arm, 1) for arm in arms),
         )
     return figure
 
@@ -102,7 +102,7 @@ def pass_at_k_curves(arms: Sequence[PlottedArm]) -> Figure:
             "one format; solid: after. Right: paired differences after training with 95% bands (Student's t, questions "
             "drawn). Grey: "
             f"±{MARGIN:g} point.",
-            correlation_note({"pass@1": [passing(arm, 1) for arm in arms if arm.control]}),
+            correlation_note(passing(arm, 1) for arm in arms if arm.control),
         )
     return figure
 

@@ -87,7 +87,7 @@ def _explained(results: Sequence[ClaimResult]) -> Iterator[str]:
     if effects:
         intervals = f"95% intervals (Student's t over {origins}{drawn})"
         yield f"Diamonds: primary contrasts, with {intervals}, grey where not testable."
-        yield correlation_note({"primary contrasts": effects})
+        yield correlation_note(effects)
     factors = {math.exp(one.claim.measure.margin) for one in results if "KL" in one.claim.measure.name}
     mismatch = f", a factor of {_either(factors)} of a KL" if factors else ""
     points = {1.0} | {m.margin * m.scale for m in (one.claim.measure for one in results) if m.unit == "points"}

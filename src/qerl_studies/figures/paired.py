@@ -8,7 +8,7 @@ answers for other questions too.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import pandas as pd
@@ -62,20 +62,11 @@ def questions_of(run: Run, measure: Measure) -> str:
     return f"questions {'drawn' if isinstance(measure.metric(run), pd.Series) else 'fixed'}"
 
 
-def correlation_note(effects: Mapping[str, Sequence[Effect]]) -> str:
-    """The sentence of a caption that says how far arms go together with their controls, from least to most."""
-    told = []
-    for name, several in effects.items():
-        known = sorted(one.correlation for one in several if not math.isnan(one.correlation))
-        told += (
-            [f"{name} {' to '.join(dict.fromkeys(f'{end:+.2f}' for end in (known[0], known[-1])))}"] if known else []
-        )
-    unit = next((f"{one.unit}s" for several in effects.values() for one in several), "")
-    return (
-        f"Correlation of the two arms over {unit}, for which pairs help if it is above 0: {', '.join(told)}."
-        if told
-        else ""
-    )
+def correlation_note(effects: Iterable[Effect]) -> str:
+    """The sentence of a caption that says how far the two arms of each go together, from least to most."""
+    known = sorted(one.correlation for one in effects if not math.isnan(one.correlation))
+    ends = dict.fromkeys(f"{end:+.2f}" for end in (known[:1] + known[-1:]))
+    return f"Arms correlate {' to '.join(ends)}." if known else ""
 
 
 def workload(run: Run) -> str:

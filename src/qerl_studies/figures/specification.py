@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from qerl_studies.claims.specification import Specification
 from qerl_studies.figures.effects import label_rows
 from qerl_studies.figures.forest import BAND, ROW
-from qerl_studies.figures.paired import correlation_note
 from qerl_studies.figures.style import FULL_WIDTH, caption, margin_band, panels, paper_style, small
 
 COLUMNS = 3
@@ -66,7 +65,6 @@ def specification_curve(specifications: Sequence[Specification]) -> Figure:
             "Hollow: pooled over this study and all others of the task in which no gate of the claim failed.",
             "Gain, above its start: over what the same arm had before training, which 4 bits lower.",
             "Numbers: of bases. Grey band: the margin. Scales differ where effects do by a lot.",
-            correlation_note({"as the verdict has it": [one.effect for one in specifications if one.decides]}),
         )
     return figure
 

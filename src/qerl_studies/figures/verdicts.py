@@ -44,7 +44,7 @@ def all_verdicts(content: Mapping[str, Any]) -> Figure:
 def _together(correlations: Sequence[float]) -> str:
     if not correlations:
         return ""
-    return f"Correlation of the two arms over units: {min(correlations):+.2f} to {max(correlations):+.2f}."
+    return f"Arms correlate {min(correlations):+.2f} to {max(correlations):+.2f}."
 
 
 def _lines(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
