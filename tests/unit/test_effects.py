@@ -88,6 +88,17 @@ def test_a_figure_has_the_interval_of_the_claim(arms: Any) -> None:
     assert shown.by_unit == pytest.approx(added.mean(0).reshape(3, 2).mean(1))
 
 
+def test_captions_say_how_far_arms_go_together_from_least_to_most(arms: Any) -> None:
+    treated, control, _ = arms
+    first = effect_of([treated, control], own)
+    turned = effect_of([treated, control], lambda run: own(run) * (-1 if run in control else 1))
+    low, high = sorted((first.correlation, turned.correlation))
+    assert paired.correlation_note([first]) == f"Arms correlate {first.correlation:+.2f}."
+    assert paired.correlation_note([first, turned]) == f"Arms correlate {low:+.2f} to {high:+.2f}."
+    two = effect_of([treated[:4], control[2:]], own)  # bases, which always lie on a line
+    assert paired.correlation_note([two]) == "" and "correlation" not in two.origin
+
+
 def test_what_is_no_pair_is_refused(arms: Any) -> None:
     treated, control, _ = arms
     with pytest.raises(ConfigError, match=r"same bases and seeds: not all have \[\('a', 0\)\]"):
