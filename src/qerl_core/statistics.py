@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -75,6 +75,14 @@ class Estimate:
     def high(self) -> float:
         return self.value + self.half_width
 
+    def interval_text(self, show: Callable[[float], str]) -> str:
+        """[low, high], each as `show` has it; - where nothing varied."""
+        return f"[{show(self.low)}, {show(self.high)}]" if self.has_interval else "-"
+
+    def text(self, show: Callable[[float], str], end: Callable[[float], str] | None = None) -> str:
+        """Value and interval; the value alone where nothing varied."""
+        return f"{show(self.value)} {self.interval_text(end or show)}" if self.has_interval else show(self.value)
+
     def ends(self, level: float) -> tuple[float, float]:
         """The interval that a two-sided test at `level` leaves."""
         half = t_quantile(1 - level / 2, self.df) * self.stderr
@@ -84,6 +92,11 @@ class Estimate:
     def identical(self) -> bool:
         """Whether several repetitions gave one number: they are copies, or no seed changes it."""
         return self.n > 1 and self.stderr == 0
+
+    @property
+    def alike(self) -> str:
+        """Why there is no interval, in words."""
+        return "a single seed" if self.n == 1 else f"the same in all {self.n} repetitions"
 
     def p_above(self, bound: float) -> float:
         """One-sided p-value of the hypothesis that the true mean is at most `bound`; NaN if it cannot be tested."""

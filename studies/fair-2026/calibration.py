@@ -25,7 +25,7 @@ from qerl_core.rundir.durable import write_atomically
 from qerl_core.statistics import CONFIDENCE, Estimate, holm, mean_ci, t_quantile
 from qerl_studies.design.sessions import read_probes
 from qerl_studies.figures.style import FULL_WIDTH, GRAY, color, panels, paper_style, save
-from qerl_studies.probes.over_units import Record, accuracy_gap, entropy_at, kl, log_ratio, mean_of, right_at
+from qerl_studies.probes.over_units import Record, entropy_at, kl, log_over, mean_of, right_at
 from qerl_studies.report.probe_page import bracketed, markdown, points, times
 from qerl_studies.tables.markdown import markdown_table
 
@@ -99,7 +99,7 @@ def quant_of(name: str) -> str:
 
 def right(probes: Sequence[Record], quant: str, temperature: str) -> np.ndarray:
     """Shares of right answers, by the last number: (copies,)."""
-    return np.array([right_at(quant, temperature, "lenient")(one) for one in probes])
+    return np.array([right_at(temperature, "lenient")(one, quant).mean() for one in probes])
 
 
 def minus(probes: Sequence[Record], quant: str, other: str, temperature: str) -> Estimate:
@@ -107,7 +107,7 @@ def minus(probes: Sequence[Record], quant: str, other: str, temperature: str) ->
 
 
 def damage(probes: Sequence[Record], quant: str, temperature: str) -> Estimate:
-    return accuracy_gap(probes, quant, temperature, "lenient")
+    return minus(probes, quant, "bf16", temperature)
 
 
 def share_taken(probes: Sequence[Record], quant: str, temperature: str) -> tuple[float, float, float]:
@@ -198,7 +198,7 @@ def words_of(probes: Sequence[Record]) -> list[str]:
         [
             NAMES[quant],
             *(points(damage(probes, quant, at), 2, signed=True) for at in TEMPERATURES),
-            times(log_ratio(probes, quant, entropy_at("1"))),
+            times(mean_of(probes, quant, log_over("bf16", entropy_at("1")))),
             *(bracketed(mean_of(probes, quant, kl(way)), "{:.4f}") for way in ("of_reference", "own")),
         ]
         for quant in measured(probes)
@@ -306,7 +306,10 @@ def quantizers_figure(probes: Sequence[Record]) -> Figure:
             for at, marker, filled, aside in zip(TEMPERATURES, "so", (False, True), (-0.17, 0.17), strict=True):
                 found = damage(probes, quant, at)
                 interval(lost, 100 * np.array([found.value, found.low, found.high]), y + aside, marker, filled)
-            ratio, distance = log_ratio(probes, quant, entropy_at("1")), mean_of(probes, quant, kl("of_reference"))
+            ratio, distance = (
+                mean_of(probes, quant, log_over("bf16", entropy_at("1"))),
+                mean_of(probes, quant, kl("of_reference")),
+            )
             interval(rise, 100 * np.expm1([ratio.value, ratio.low, ratio.high]), y, "o", True)
             interval(far, 1000 * np.array([distance.value, distance.low, distance.high]), y, "o", True)
         lost.set_yticks([*shown.values()], [NAMES[quant] for quant in shown])

@@ -30,14 +30,15 @@ from qerl_studies.figures.style import FULL_WIDTH, color, panels, paper_style, s
 from qerl_studies.probes.numbers import PARTS
 from qerl_studies.probes.over_units import (
     Record,
-    accuracy_gap,
     entropy_at,
     entropy_of_part,
     formats_of,
     kl,
-    log_ratio,
+    log_over,
     mean_of,
     measured_in,
+    minus,
+    right_at,
 )
 from qerl_studies.report.probe_page import bracketed, figures, markdown, points, times
 from qerl_studies.tables.markdown import markdown_table
@@ -98,10 +99,10 @@ def sizes(looks: Mapping[str, Sequence[Record]]) -> Figure:
             others = [quant for quant in formats_of(probes)[1:] if len(measured_in(quant, probes)) == len(probes)]
             for place, quant in enumerate(others):
                 y = row + (place - (len(others) - 1) / 2) / 3
-                rise = log_ratio(probes, quant, entropy_at("1"))
+                rise = mean_of(probes, quant, log_over("bf16", entropy_at("1")))
                 horizontal(left, 100 * np.expm1([rise.value, rise.low, rise.high]), y, color(quant), "o")
                 for nth, (temperature, marker) in enumerate(MARKERS.items()):
-                    lost = accuracy_gap(probes, quant, temperature)
+                    lost = mean_of(probes, quant, minus("bf16", right_at(temperature)))
                     at = y + (nth - 1) / 14
                     horizontal(right, 100 * np.array([lost.value, lost.low, lost.high]), at, color(quant), marker)
         left.set_xlabel("entropy at temperature 1, % above BF16")
@@ -122,8 +123,11 @@ def axes_figure(probes: Sequence[Record]) -> Figure:
     with paper_style():
         figure, (shown,) = panels(1, 3, height=2.8, width=FULL_WIDTH, sharey=True)
         for y, quant in enumerate(others):
-            far, rise = mean_of(probes, quant, kl("of_reference")), log_ratio(probes, quant, entropy_at("1"))
-            lost = accuracy_gap(probes, quant, "1")
+            far, rise = (
+                mean_of(probes, quant, kl("of_reference")),
+                mean_of(probes, quant, log_over("bf16", entropy_at("1"))),
+            )
+            lost = mean_of(probes, quant, minus("bf16", right_at("1")))
             horizontal(shown[0], (far.value, far.low, far.high), y, "0.2", "o")
             horizontal(shown[1], 100 * np.expm1([rise.value, rise.low, rise.high]), y, "0.2", "o")
             horizontal(shown[2], 100 * np.array([lost.value, lost.low, lost.high]), y, "0.2", "o")

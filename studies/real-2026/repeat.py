@@ -27,7 +27,7 @@ from qerl_core.process.arguments import KeyValueParser
 from qerl_core.rundir.checksums import digest
 from qerl_core.rundir.durable import write_atomically
 from qerl_core.statistics import mean_ci
-from qerl_studies.claims.primary import differences
+from qerl_studies.claims.primary import effect_on
 from qerl_studies.design.design import read_design
 from qerl_studies.design.looks import at_last_look, counted
 from qerl_studies.design.primary import MEASURES
@@ -116,8 +116,8 @@ def compared(committed: Sessions, own: Sessions) -> str:
         return "the study has had no look at this size yet, so there is nothing to compare with"
     measure, lines = MEASURES[primary.measure], []
     for name, pair in primary.contrasts.items():
-        theirs = differences(seen, primary, name, [*seen.probes]).mean(axis=0)
-        mean = float(differences(own, primary, name, own_copies).mean())
+        theirs = effect_on(seen, primary, name, [*seen.probes]).by_unit
+        mean = effect_on(own, primary, name, own_copies).fixed.value
         low, high = expected(theirs, len(own_copies))
         whole = mean_ci(theirs)
         lines.append([

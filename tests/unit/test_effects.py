@@ -14,8 +14,8 @@ from scipy import stats
 from qerl_core.checks import ConfigError
 from qerl_core.statistics import Estimate, mean_ci, mean_ci_crossed
 from qerl_studies.design.gates import between, render
-from qerl_studies.effects.estimate import effect_of, over_units, share
-from qerl_studies.effects.pairs import as_grid, differences, of_units
+from qerl_studies.effects.estimate import effect_of, share
+from qerl_studies.effects.pairs import difference_by_step
 from qerl_studies.effects.state import WORDS, State, of_interval, of_look
 from qerl_studies.figures import paired
 from qerl_studies.probes.numbers import accuracy
@@ -49,42 +49,67 @@ def arms() -> tuple[list[Any], list[Any], np.ndarray]:
 def test_differences_are_taken_in_each_cell_and_question_whatever_the_order(arms: Any) -> None:
     treated, control, added = arms
     for order in (control, control[::-1]):
-        found = differences([treated, order], own)
+        found = effect_of([treated, order], own).differences
         assert [*found.columns] == CELLS and [*found.index] == QUESTIONS
         assert found.to_numpy() == pytest.approx(added)
-    assert as_grid(found) == pytest.approx(added.reshape(20, 3, 2))
 
 
 def test_questions_are_drawn_or_fixed(arms: Any) -> None:
     treated, control, _ = arms
-    table = of_units([treated, control], own).to_numpy()
-    assert table.shape == (20, 3)
-    drawn, fixed = over_units(table, "drawn"), over_units(table, "fixed")
-    assert drawn == mean_ci_crossed(table) and fixed == mean_ci(table.mean(axis=0))
-    assert drawn.value == pytest.approx(fixed.value) and drawn.half_width != fixed.half_width
-    assert over_units(table[:1], "drawn") == over_units(table[:1], "fixed")  # a number of the whole run
+    found = effect_of([treated, control], own)
+    assert found.table.shape == (20, 3)
+    assert found.whole == mean_ci_crossed(found.table) and found.fixed == mean_ci(found.by_unit)
+    assert found.whole.value == pytest.approx(found.fixed.value) and found.whole.half_width != found.fixed.half_width
+    of_run = effect_of([treated, control], lambda run: float(own(run).mean()))  # a number of the whole run
+    assert of_run.whole == of_run.fixed and of_run.fixed.low == pytest.approx(found.fixed.low)
+
+
+def test_levels_and_their_correlation_are_those_of_units(arms: Any) -> None:
+    treated, control, _ = arms
+    found = effect_of([treated, control], own)
+    each = [
+        np.array([np.mean([run.own for run in arm if run.cell[0] == base]) for base in "abc"])
+        for arm in (treated, control)
+    ]
+    assert found.levels == pytest.approx([one.mean() for one in each])
+    assert found.correlation == pytest.approx(np.corrcoef(*each)[0, 1])
+    assert (
+        found.origin
+        == f"3 bases × 2 seeds × 20 questions drawn, {found.whole.df:.0f} df, correlation {found.correlation:+.2f}"
+    )
 
 
 def test_a_figure_has_the_interval_of_the_claim(arms: Any) -> None:
     """Over the same runs; a page that fixed the questions and one that drew them told two for one difference."""
     treated, control, added = arms
-    shown, points = paired.effect(treated, control, replace(ACCURACY, metric=own))
-    whole = effect_of(added.reshape(20, 3, 2)).whole
-    assert (shown.low, shown.high) == pytest.approx((whole.low, whole.high))
-    assert points == pytest.approx(added.mean(0).reshape(3, 2).mean(1))
+    shown = paired.effect(treated, control, replace(ACCURACY, metric=own))
+    whole = mean_ci_crossed(added.reshape(20, 3, 2).mean(2))
+    assert (shown.whole.low, shown.whole.high) == pytest.approx((whole.low, whole.high))
+    assert shown.by_unit == pytest.approx(added.mean(0).reshape(3, 2).mean(1))
+
+
+def test_captions_say_how_far_arms_go_together_from_least_to_most(arms: Any) -> None:
+    treated, control, _ = arms
+    first = effect_of([treated, control], own)
+    turned = effect_of([treated, control], lambda run: own(run) * (-1 if run in control else 1))
+    low, high = sorted((first.correlation, turned.correlation))
+    assert paired.correlation_note([first]) == f"Arms correlate {first.correlation:+.2f}."
+    assert paired.correlation_note([first, turned]) == f"Arms correlate {low:+.2f} to {high:+.2f}."
+    two = effect_of([treated[:4], control[2:]], own)  # bases, which always lie on a line
+    assert paired.correlation_note([two]) == "" and "correlation" not in two.origin
 
 
 def test_what_is_no_pair_is_refused(arms: Any) -> None:
     treated, control, _ = arms
     with pytest.raises(ConfigError, match=r"same bases and seeds: not all have \[\('a', 0\)\]"):
-        differences([treated, control[:-1]], own)
+        effect_of([treated, control[:-1]], own)
     elsewhere = arm("control", np.array([run.own for run in control]), block="another card")
     with pytest.raises(ConfigError, match=r"different machines or library versions .*a card; another card"):
-        differences([treated, elsewhere], own)
-    assert len(differences([treated, elsewhere], own, any_machine=True)) == 20
+        effect_of([treated, elsewhere], own)
+    assert effect_of([treated, elsewhere], own, any_machine=True).questions == 20
     with pytest.raises(ConfigError, match="different questions: control"):
-        differences([treated, control], lambda run: own(run).iloc[: 20 - run.name.startswith("control")])
-    steps = differences([treated, control], lambda run: own(run).iloc[: 20 - run.name.startswith("c")], by_step=True)
+        effect_of([treated, control], lambda run: own(run).iloc[: 20 - run.name.startswith("control")])
+    steps = difference_by_step(treated, control, lambda run: own(run).iloc[: 20 - run.name.startswith("c")])
     assert len(steps) == 19
 
 

@@ -236,12 +236,13 @@ ACCURACY = Measure("held-out", final_accuracy("sampled"), "points", 100.0, margi
 
 def test_a_difference_is_taken_within_a_seed_and_its_interval_over_seeds(tmp_path: Path) -> None:
     control, treated = ([make(tmp_path, seed, quant) for seed in (0, 1)] for quant in ("bf16", "nvfp4"))
-    mean, points = paired.effect(treated, control, ACCURACY)
+    found = paired.effect(treated, control, ACCURACY)
+    mean, points = found.whole, found.by_unit
     assert points == pytest.approx([0.02, 0.04])
     assert (mean.value, mean.half_width) == (pytest.approx(0.03), pytest.approx(T * 0.01))
     assert paired.effect_text(ACCURACY, mean) == ["+3.0", "[\N{MINUS SIGN}9.7, +15.7]"]
     speed = Measure("tokens/s", median_after_warmup("speed/rollout_tok_s"), ratio=True, level_format="{:.0f}")
-    assert paired.effect(treated, control, speed)[1] == pytest.approx(np.log([1.5, 2.5]))
+    assert paired.effect(treated, control, speed).by_unit == pytest.approx(np.log([1.5, 2.5]))
     assert paired.level(treated, speed) == pytest.approx(1000 * (1.5 * 2.5) ** 0.5)
     assert paired.level(control, ACCURACY) == pytest.approx(0.537)
     with pytest.raises(ConfigError, match="do not have the same bases and seeds"):
@@ -253,7 +254,8 @@ def test_over_several_bases_the_interval_is_that_of_bases(tmp_path: Path) -> Non
     control, treated = (
         [make(tmp_path, seed, quant, base=base) for base in (0, 1, 2) for seed in (0, 1)] for quant in ("bf16", "nvfp4")
     )
-    mean, points = paired.effect(treated, control, ACCURACY)
+    found = paired.effect(treated, control, ACCURACY)
+    mean, points = found.whole, found.by_unit
     assert points == pytest.approx([0.03] * 3) and mean.n == 3
     assert describe_repeats(treated) == "3 base models (tiny) on arithmetic, the mean of 2 seeds each"
     assert describe_repeats(treated[::2]) == "3 base models (tiny) on arithmetic, one seed each"

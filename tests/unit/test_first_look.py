@@ -15,7 +15,7 @@ from scipy import stats
 
 from qerl_bench.conduct.archive import ANSWERS
 from qerl_core.checks import ConfigError
-from qerl_studies.claims.primary import differences
+from qerl_studies.claims.primary import effect_on
 from qerl_studies.design.design import read_design
 from qerl_studies.design.sessions import Sessions, read_probes, read_study
 from qerl_studies.report.probe_page import markdown
@@ -69,7 +69,7 @@ def of_copies(study: Sessions, chosen: Sequence[Sequence[int]]) -> set[tuple[flo
     primary = study.design.primary
     assert primary is not None
     found = {
-        effect(100 * differences(study, primary, contrast, copies).mean(axis=0))
+        effect(100 * effect_on(study, primary, contrast, copies).by_unit)
         for copies in chosen
         for contrast in primary.contrasts
     }

@@ -16,7 +16,7 @@ from qerl_core.statistics import Estimate
 from qerl_studies.commands import compare
 from qerl_studies.commands import report as command
 from qerl_studies.effects.state import of_interval
-from qerl_studies.figures.headline import POINTS, by_step, value_of
+from qerl_studies.figures.headline import OF_TRAINING, POINTS, Headline, by_step
 from qerl_studies.figures.style import color
 from qerl_studies.report.curve_drawing import Frame, round_ticks
 from qerl_studies.report.own_runs import CURVES, drawn_arms, own_content
@@ -81,9 +81,7 @@ def test_the_numbers_of_a_contrast_are_those_of_its_runs() -> None:
     row = rows["quant", "nvfp4 - bf16", "none"]
     place = [one.metric for one in content["headlines"]].index("entropy")
     values = {
-        (run.option("quant.name"), run.option("seed")): value_of(run, "train", "entropy")
-        for run in runs
-        if run.noise == "none"
+        (run.option("quant.name"), run.option("seed")): OF_TRAINING[1].of(run) for run in runs if run.noise == "none"
     }
     gap = sum(values["nvfp4", seed] - values["bf16", seed] for seed in (0, 1)) / 2
     text, word = row["cells"][place]
@@ -105,11 +103,11 @@ def test_a_word_follows_from_the_interval(value: float, error: float, margin: fl
 
 def test_a_curve_has_the_mean_of_its_runs_at_each_step() -> None:
     runs = [run for run in load_runs([ASSETS]) if run.noise == "none" and run.option("quant.name") == "bf16"]
-    curve = by_step(runs, "train", "entropy")
+    curve = by_step(runs, OF_TRAINING[1])
     series = [run.series("train", "entropy") for run in runs]
     assert [step for step, _ in curve] == [*series[0].index]
     assert [one.value for _, one in curve] == pytest.approx(((series[0] + series[1]) / 2).tolist())
-    assert by_step(runs, "train", "no such metric") == [] and len(curve) <= POINTS
+    assert by_step(runs, Headline("none", "train", "no such metric")) == [] and len(curve) <= POINTS
 
 
 def test_a_frame_keeps_what_is_beyond_it_at_its_edge() -> None:

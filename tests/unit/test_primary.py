@@ -176,7 +176,7 @@ def test_arms_of_one_copy_do_not_go_together_and_pairs_gain_nothing() -> None:
         format_ = look(study := read_once(REAL / size), study.design.primary, 12)[1]
         found = format_.by_runs
         assert f"{100 * found.value:+.2f} [{100 * found.low:+.2f}, {100 * found.high:+.2f}]" == gap
-        assert round(format_.correlation, 2) == r and found.half_width < format_.over_bases.half_width
+        assert round(format_.effect.correlation, 2) == r and found.half_width < format_.over_bases.half_width
         assert format_.state_by_runs == format_.state
 
 

@@ -11,15 +11,15 @@ import pytest
 from qerl_core.checks import ConfigError
 from qerl_core.statistics import mean_ci
 from qerl_studies.probes.over_units import (
-    accuracy_gap,
     by_scale,
     dose,
     entropy_at,
     groups,
-    log_ratio,
+    log_over,
     mean_accuracy,
     mean_of,
-    ratio_of,
+    minus,
+    right_at,
     without_error,
 )
 from qerl_studies.probes.simex import extrapolated
@@ -70,15 +70,16 @@ def copies() -> list[dict[str, Any]]:
 def test_differences_are_paired_within_units_and_intervals_are_over_them() -> None:
     units = copies()
     assert mean_accuracy(units, "bf16", "1").value == pytest.approx((3 + 3 + 4) / 18)
-    gap = accuracy_gap(units, "nvfp4", "1")
-    assert gap == mean_ci([2 / 6 - 3 / 6, 2 / 6 - 3 / 6, 5 / 6 - 4 / 6]) and gap.n == 3
-    assert math.isnan(accuracy_gap(units, "nvfp4", "1", "lenient").value)
-    ratio = log_ratio(units, "nvfp4", entropy_at("1"))
+    gap = mean_of(units, "nvfp4", minus("bf16", right_at("1")))
+    expected = mean_ci([2 / 6 - 3 / 6, 2 / 6 - 3 / 6, 5 / 6 - 4 / 6])
+    assert [gap.value, gap.low, gap.high, gap.n] == pytest.approx([expected.value, expected.low, expected.high, 3])
+    assert math.isnan(mean_of(units, "nvfp4", minus("bf16", right_at("1", "lenient"))).value)
+    ratio = mean_of(units, "nvfp4", log_over("bf16", entropy_at("1")))
     assert ratio.value == pytest.approx(math.log(1.2) / 3)
-    assert mean_of(units, "nvfp4", dose(2, "entropy")).value == pytest.approx(1.2)
+    assert mean_of(units, "nvfp4", dose(2, "entropy")).value == pytest.approx(math.log(1.2))
     assert mean_of(units, "bf16", dose(1, "accuracy")).value == pytest.approx(-0.1)
-    one = accuracy_gap(units[:1], "nvfp4", "1")  # over questions: 0, 0, -1/2
-    assert one.value == pytest.approx(-1 / 6) and one.n == 3 and one.stderr == pytest.approx(1 / 6)
+    one = mean_of(units[:1], "nvfp4", minus("bf16", right_at("1")))  # over questions: 0, 0, -1/2
+    assert one.value == pytest.approx(-1 / 6) and one.n == 1 and one.stderr == pytest.approx(1 / 6)
 
 
 def test_models_are_never_averaged_and_copies_only_with_those_of_their_size() -> None:
@@ -98,7 +99,7 @@ def test_copies_in_several_sizes_are_extrapolated_where_all_sizes_have_them() ->
     probes = [copy(seed, scale) for scale in (4, 1, 2) for seed in (1, 2)] + [copy(3, 4)]
     scaled = by_scale(probes)
     assert [*scaled] == [1.0, 2.0, 4.0] and all([*one] == ["1", "2"] for one in scaled.values())
-    found = without_error(scaled, ratio_of("nvfp4", "bf16", entropy_at("1")))
+    found = without_error(scaled, "nvfp4", log_over("bf16", entropy_at("1")))
     assert found["linear"].value == pytest.approx(0.15) and found["quadratic"].value == pytest.approx(0.15)
     page = markdown(probes)
     assert page is not None and "extrapolated to -1" in page and f"x{math.exp(0.15):.3f}" in page
@@ -132,8 +133,9 @@ def test_a_format_is_compared_over_the_units_that_have_it() -> None:
     for quant in ("nf4", "mxfp4"):
         units[1]["formats"][quant] = units[1]["formats"]["nvfp4"]
     del units[0]["formats"]["nvfp4"]
-    assert accuracy_gap(units, "nvfp4", "1") == mean_ci([2 / 6 - 3 / 6, 5 / 6 - 4 / 6])
-    assert log_ratio(units, "nf4", entropy_at("1")).value == 0
+    gap, expected = mean_of(units, "nvfp4", minus("bf16", right_at("1"))), mean_ci([2 / 6 - 3 / 6, 5 / 6 - 4 / 6])
+    assert [gap.value, gap.low, gap.n] == pytest.approx([expected.value, expected.low, 2])
+    assert mean_of(units, "nf4", log_over("bf16", entropy_at("1"))).value == 0
     page, (figure,) = markdown(units), (draw() for draw in figures(units).values())
     assert page is not None and "| bf16 | 3 | 1 |" in page and "| nvfp4 | 2 | 1 |" in page and "| nf4 | 1 | 1 |" in page
     assert any("nf4 of 1" in text.get_text() for text in figure.texts)

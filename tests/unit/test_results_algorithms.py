@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from qerl_bench.config import compose
 from qerl_core.checks import ConfigError
-from qerl_studies.figures.algorithms import algorithm_curves, gain_table, paired_changes
+from qerl_studies.figures.algorithms import algorithm_curves, answers_after, answers_before, gain_table
 from qerl_studies.figures.style import FORMAT_COLORS
 from qerl_studies.runs.load import load_run
 from qerl_studies.runs.settings import Study
@@ -42,7 +42,8 @@ def _write(root: Path, algo: str, seed: int, after: list[bool], refills: float |
 
 def test_gains_by_hand(tmp_path: Path) -> None:
     runs = [load_run(_write(tmp_path, algo, seed, AFTER[seed])) for algo in ("gspo", "grpo") for seed in (1, 0)]
-    assert paired_changes(runs[1]).tolist() == [0, 1, 1, 0]  # sorted by question: the last answer is q0's
+    changes = answers_after(runs[1]) - answers_before(runs[1])
+    assert changes.tolist() == [0, 1, 1, 0]  # sorted by question: the last answer is q0's
     table = gain_table(Study(runs))
     assert list(table["algo"]) == ["grpo", "gspo"] and list(table["seeds"]) == [2, 2]
     row = table.iloc[0]

@@ -17,7 +17,7 @@ from scipy import stats as scipy_stats
 
 from qerl_core.checks import ConfigError
 from qerl_core.statistics import Estimate, holm, mean_ci, mean_ci_crossed
-from qerl_studies.effects.estimate import over_bases
+from qerl_studies.effects.estimate import Effect
 from qerl_studies.runs.measure import area_under_curve, steps_to_threshold
 from qerl_studies.runs.resampling import (
     interquartile_mean,
@@ -202,19 +202,26 @@ def test_as_many_repetitions_are_needed_as_first_find_the_effect() -> None:
     )  # the questions alone leave more to chance than that
 
 
+def level_of(values: np.ndarray) -> Effect:
+    """Of numbers (questions, bases, seeds) of one arm."""
+    questions, bases, seeds = values.shape
+    cells = pd.MultiIndex.from_product([range(bases), range(seeds)], names=["base", "seed"])
+    return Effect((pd.DataFrame(values.reshape(questions, bases * seeds), columns=cells),), (1,))
+
+
 def test_an_effect_over_bases_by_hand() -> None:
     """Base means 1, 3 and 5; within each base the two seeds lie one apart: 4 - 0.5 / 2 is the bases' own."""
     values = np.array([[[0.5, 1.5], [2.5, 3.5], [4.5, 5.5]]])
-    found = over_bases(values)
+    found = level_of(values)
     assert (found.whole.value, found.whole.n, found.whole.df) == (3.0, 3, 2)
     assert found.whole.stderr == pytest.approx(2 / 3**0.5)
     assert found.between == pytest.approx(math.sqrt(4 - 0.5 / 2))
     half = scipy_stats.t.ppf(0.975, 2) * 2 * math.sqrt(1 + 1 / 3)
     assert found.prediction == pytest.approx((3 - half, 3 + half))
     assert [mean.value for mean in found.by_base] == [1.0, 3.0, 5.0]
-    assert over_bases(values[:, :2]).prediction is None
-    with pytest.raises(ConfigError, match="at least two"):
-        over_bases(values[:, :1])
+    assert level_of(values[:, :2]).prediction is None
+    seeds = level_of(values[:, :1])
+    assert (seeds.unit, seeds.whole.n, seeds.prediction) == ("seed", 2, None)
 
 
 def test_intervals_over_bases_hold_the_true_mean_where_intervals_over_seeds_do_not() -> None:
@@ -223,7 +230,7 @@ def test_intervals_over_bases_hold_the_true_mean_where_intervals_over_seeds_do_n
     hits = {"bases": 0, "seeds": 0}
     for _ in range(400):
         table = generator.normal(size=(1, 4, 1)) + generator.normal(size=(1, 4, 8))
-        hits["bases"] += holds_zero(over_bases(table).whole)
+        hits["bases"] += holds_zero(level_of(table).whole)
         hits["seeds"] += holds_zero(mean_ci(table[0, 0]))
     assert 0.93 <= hits["bases"] / 400 <= 0.98 and hits["seeds"] / 400 < 0.75
 

@@ -38,7 +38,7 @@ from qerl_core.statistics import POWER, Estimate
 from qerl_studies.claims.evaluate import DIRECTION
 from qerl_studies.design.design import read_design
 from qerl_studies.design.looks import shown_runs
-from qerl_studies.figures.headline import paired
+from qerl_studies.figures.headline import SAMPLED, effect_on
 from qerl_studies.runs.comparable import load_runs
 from qerl_studies.runs.own_contrasts import factor_of, own_contrasts
 from qerl_studies.runs.settings import group_by_setting
@@ -281,10 +281,9 @@ def budget_of(options: Namespace, key: str, arms: Sequence[Mapping[str, Any]], c
         )
         run_minutes = run_minutes or median(walls) / 60
         for one in own_contrasts(group_by_setting(runs)):
-            common = sorted(one.treated.by_cell.keys() & one.control.by_cell.keys())
-            found = paired(one.treated.by_cell, one.control.by_cell, common, "eval", "eval/accuracy_sampled", "fixed")
-            if one.factor == factor_of(key) and len(common) > 1 and found is not None and found.stderr > 0:
-                spreads.append(100 * found.stderr * math.sqrt(found.n))
+            effect = effect_on(one.treated.by_cell, one.control.by_cell, SAMPLED)
+            if one.factor == factor_of(key) and effect and effect.fixed.has_interval:
+                spreads.append(100 * effect.fixed.stderr * math.sqrt(effect.fixed.n))
         sd = max(spreads, default=sd)
     if run_minutes is None:
         raise ConfigError(

@@ -6,15 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 import pandas as pd
 
 from qerl_core.checks import ConfigError, require
 from qerl_studies.claims.match import Contrast, Filter, Stratum, all_accept, labels, match, missing
-from qerl_studies.effects.estimate import Effect, correlation, effect_of
-from qerl_studies.effects.pairs import as_grid, by_unit, differences
+from qerl_studies.effects.estimate import Effect, effect_of
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import Measure
 
@@ -28,9 +26,6 @@ class Comparison:
     label: str
     effect: Effect | None
     reason: str = ""
-    levels: tuple[float, ...] = ()  # the mean of each arm, over bases, seeds and questions
-    by_cell: tuple[float, ...] = ()  # the contrast in each of stratum.cells, over questions
-    correlation: float = math.nan  # of two arms over bases, or seeds of one; NaN for a difference of differences
 
     def is_in(self, where: Sequence[Filter]) -> bool:
         """Whether every arm meets all conditions."""
@@ -76,9 +71,5 @@ def _comparison(contrast: Contrast, stratum: Stratum, label: str, values: dict[P
     if mixed := stratum.mixed_machines:
         reason = f"its arms ran on different machines or library versions: {'; '.join(mixed)}"
         return Comparison(contrast, stratum, label, None, reason)
-    levels = tuple(fmean(values[run.path].mean() for run in arm.values()) for arm in stratum.arms)
-    found = differences(stratum.arms, lambda run: values[run.path], [arm.sign for arm in contrast.arms])
-    by_cell = tuple(found.to_numpy().mean(0).tolist())
-    units = [by_unit(arm, lambda run: values[run.path]) for arm in stratum.arms]
-    together = correlation(*units) if len(units) == 2 else math.nan
-    return Comparison(contrast, stratum, label, effect_of(as_grid(found)), "", levels, by_cell, together)
+    signs = tuple(arm.sign for arm in contrast.arms)
+    return Comparison(contrast, stratum, label, effect_of(stratum.arms, lambda run: values[run.path], signs))

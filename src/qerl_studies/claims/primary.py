@@ -20,26 +20,28 @@ from qerl_studies.design.looks import counted, looks_reached
 from qerl_studies.design.primary import MEASURES, Primary
 from qerl_studies.design.protocol import protocol_of
 from qerl_studies.design.sessions import Sessions, read_study
-from qerl_studies.effects.estimate import correlation, least_squares, over_units
-from qerl_studies.effects.pairs import by_unit, mean_of_runs, of_units
+from qerl_studies.effects.estimate import Effect, effect_of, least_squares
 from qerl_studies.effects.state import State, of_all, of_look
 from qerl_studies.runs.load import Run
 
 
 @dataclass(frozen=True)
 class Looked:
-    """A contrast at a look: over bases, and with questions as draws too. `p` is adjusted for the other contrasts."""
+    """A contrast at a look. `p` is adjusted for the other contrasts."""
 
     name: str
-    over_bases: Estimate
-    over_questions: Estimate
+    effect: Effect
     p: float
     state: State
     failed: tuple[str, ...]  # gates that keep it from being tested by the rules of today
     by_runs: Estimate  # least squares without pairs, an effect for each session
     p_by_runs: float
     state_by_runs: State
-    correlation: float  # of the two arms over bases
+
+    @property
+    def over_bases(self) -> Estimate:
+        """What the protocol asks for, whose questions are fixed."""
+        return self.effect.fixed
 
     @property
     def verdict(self) -> str:
@@ -52,41 +54,39 @@ class Looked:
         return f"exploratory, by the gates of today: {untested}, {'; '.join(self.failed)}" if self.failed else ""
 
 
-def differences(study: Sessions, primary: Primary, contrast: str, bases: Sequence[int]) -> np.ndarray:
-    """Treated minus control, a mean over seeds: (questions, bases). Raises ConfigError for different questions."""
-    arms = [_cells(study, arm, bases) for arm in primary.contrasts[contrast]]
-    return of_units(arms, MEASURES[primary.measure].metric).to_numpy()
+def effect_on(study: Sessions, primary: Primary, contrast: str, bases: Sequence[int]) -> Effect:
+    """Treated minus control on these bases. Raises ConfigError for different questions."""
+    return effect_of(_arms(study, primary.contrasts[contrast], bases), MEASURES[primary.measure].metric)
 
 
-def _cells(study: Sessions, arm: str, bases: Sequence[int]) -> dict[tuple[int, int], Run]:
-    return {(base, seed): study.runs[arm, base, seed] for base in bases for seed in study.design.seeds}
+def _arms(study: Sessions, names: Sequence[str], bases: Sequence[int]) -> list[dict[tuple[int, int], Run]]:
+    cells = [(base, seed) for base in bases for seed in study.design.seeds]
+    return [{cell: study.runs[name, *cell] for cell in cells} for name in names]
 
 
 def look(study: Sessions, primary: Primary, count: int) -> list[Looked]:
     """What the first `count` bases show. Student's t over bases, Holm's method over contrasts."""
     bases = counted(study, primary).bases[:count]
-    tables = {name: differences(study, primary, name, bases) for name in primary.contrasts}
-    levels = {arm: by_unit(_cells(study, arm, bases), MEASURES[primary.measure].metric) for arm in primary.arms}
-    arms = {name: (levels[pair[0]], levels[pair[1]]) for name, pair in primary.contrasts.items()}
-    paired = {name: over_units(table, "fixed") for name, table in tables.items()}
-    by_runs = {name: least_squares(*pair, place=study.session_of) for name, pair in arms.items()}
-    p, p_by_runs = (holm([one.p_outside(0.0) for one in found.values()]) for found in (paired, by_runs))
-    margin = primary.margin if count == max(primary.looks) else None
+    effects = {name: effect_on(study, primary, name, bases) for name in primary.contrasts}
+    by_runs = {name: least_squares(*one.by_arm, place=study.session_of) for name, one in effects.items()}
+    p, p_by_runs = (
+        holm([one.p_outside(0.0) for one in found])
+        for found in ([one.fixed for one in effects.values()], by_runs.values())
+    )
+    level, margin = primary.looks[count], primary.margin if count == max(primary.looks) else None
     failed = failed_gates(study, primary.contrasts, bases)
     return [
         Looked(
             name,
-            paired[name],
-            over_units(tables[name], "drawn"),
+            effect,
             float(p[place]),
-            of_look(paired[name], p[place], primary.looks[count], margin),
+            of_look(effect.fixed, p[place], level, margin),
             failed[name],
             by_runs[name],
             float(p_by_runs[place]),
-            of_look(by_runs[name], p_by_runs[place], primary.looks[count], margin),
-            correlation(*arms[name]),
+            of_look(by_runs[name], p_by_runs[place], level, margin),
         )
-        for place, name in enumerate(primary.contrasts)
+        for place, (name, effect) in enumerate(effects.items())
     ]
 
 
@@ -106,16 +106,10 @@ def failed_gates(
     }
     for name, pair in contrasts.items():
         if noises[pair[0]] != noises[pair[1]] == "none":
-            arms = [_cells(study, arm, bases) for arm in pair]
-            found = over_units(of_units(arms, NOISY_ENTROPY.averaged).to_numpy(), "fixed")
+            found = effect_of(_arms(study, pair, bases), NOISY_ENTROPY.averaged).fixed
             if not found.p_above(0.0) <= LEVEL:
                 failed[name] += (f"acts ({NOISY_ENTROPY.name} {NOISY_ENTROPY.estimate_text(found)})",)
     return failed
-
-
-def level_of(study: Sessions, primary: Primary, arm: str, bases: Sequence[int]) -> float:
-    """The mean of an arm over bases."""
-    return mean_of_runs(_cells(study, arm, bases), MEASURES[primary.measure].metric)
 
 
 @dataclass(frozen=True)

@@ -110,11 +110,12 @@ def _of_way(
     )
     yield whole
     if whole.questions:
-        yield replace(whole, questions=False, estimate=mean_ci(_units(here)), decides=False)
+        yield replace(whole, questions=False, estimate=effect.fixed, decides=False)
     testable = [more for verdicts, more in others if _is_testable(result.claim, voting.contrast, verdicts)]
     there = [found for more in testable if (found := _comparison(result.claim, voting.contrast, measure, more))]
-    if there and effect.bases and not voting.status:
-        units = [unit for one in (here, *there) if one.effect and one.effect.bases for unit in _units(one)]
+    if there and effect.unit == "base" and not voting.status:
+        effects = [one.effect for one in (here, *there) if one.effect and one.effect.unit == "base"]
+        units = np.concatenate([one.by_unit for one in effects])
         yield replace(whole, questions=False, pooled=True, estimate=mean_ci(units), decides=False)
 
 
@@ -139,9 +140,3 @@ def _comparison(claim: Claim, contrast: Contrast, measure: Measure, runs: Sequen
     except ConfigError:  # evaluated too seldom for a gain or a late mean
         return None
     return found[0] if len(found) == 1 else None
-
-
-def _units(comparison: Comparison) -> Sequence[float]:
-    """The effect on each base, or by seed of the only one."""
-    bases = comparison.effect.bases if comparison.effect else None
-    return [base.value for base in bases.by_base] if bases else comparison.by_cell

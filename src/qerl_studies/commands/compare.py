@@ -7,7 +7,8 @@
 First the numbers that one looks at first, even if both arms have the same, then these by step, then all others that
 differ. Numbers of training are means over the last fifth of the steps, those of evaluations the last ones. Differences
 are taken between runs of one base model and seed; their 95 % interval is Student's t over bases, or over the seeds of
-one base, and of held-out accuracies whose answers were kept for other questions too. Of a single pair only these have
+one base, and of held-out accuracies whose answers were kept for other questions too. From three pairs on, the
+correlation of the two arms over them: pairs help where it is above 0. Of a single pair only these have
 an interval, over questions.
 """
 
@@ -18,7 +19,6 @@ import math
 from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -27,9 +27,18 @@ from qerl_core.checks import require
 from qerl_core.metrics.definitions import definitions
 from qerl_core.options.fingerprint import flat, scientific
 from qerl_core.process.arguments import KeyValueParser, output_folder
-from qerl_core.statistics import Estimate
 from qerl_studies.design.looks import shown_runs
-from qerl_studies.figures.headline import HEADLINES, Headline, by_step, mean_of, paired, value_of
+from qerl_studies.figures.headline import (
+    HEADLINES,
+    OF_TRAINING,
+    Compared,
+    Headline,
+    by_step,
+    common_cells,
+    compared,
+    headlines_of,
+    written_by,
+)
 from qerl_studies.runs.committed import find_study, is_study, read_study
 from qerl_studies.runs.comparable import check_comparable
 from qerl_studies.runs.environments import is_reported
@@ -39,7 +48,6 @@ from qerl_studies.tables.paper import Table, add_format, write_table
 
 Arm = dict[Cell, Run]
 KINDS = ("train", "eval")  # of records that have numbers to compare
-CURVES = [one for one in HEADLINES if one.kind == "train"]
 SHOWN_STEPS = 6
 
 
@@ -103,11 +111,14 @@ def comparison(names: tuple[str, str], first: Arm, second: Arm) -> str:
     options = option_rows(first, second)
     parts = [f"first   {names[0]}  ({_count(first)})", f"second  {names[1]}  ({_count(second)})", ""]
     parts += [_table(("option", "first", "second"), options)] if options else ["no option differs"]
-    header = ("number", "first", "second", "first - second", "95 % interval")
     rows = number_rows(first, second)
-    chosen, others = ([row.texts for row in rows if row.leading == leading] for leading in (True, False))
+    header = ("number", "first", "second", "first - second", "95 % interval", *_correlated(rows))
+    chosen, others = (
+        [(row.number.metric, *row.texts)[: len(header)] for row in rows if (row.number in HEADLINES) == leading]
+        for leading in (True, False)
+    )
     parts += ["", _table(header, chosen)] if chosen else []
-    parts += [f"\n{table}" for one in CURVES if (table := step_table(one, first, second))]
+    parts += [f"\n{table}" for one in OF_TRAINING if (table := step_table(one, first, second))]
     parts += ["", _table(header, others), "", "what a number is: qerl-bench run --explain NAME"] if others else []
     if not others and all(row[1] == row[2] for row in chosen):
         parts += ["", "no number differs"]
@@ -136,37 +147,27 @@ def _options(arm: Arm) -> dict[str, tuple[str, ...]]:
     return {key: tuple(sorted(texts)) for key, texts in values.items()}
 
 
-class NumberRow(NamedTuple):
-    """One number of two arms: their means, NaN for what an arm has not, and the difference of pairs."""
-
-    name: str
-    leading: bool  # of HEADLINES
-    first: float
-    second: float
-    difference: Estimate | None
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        means = [f"{mean:.4g}" if math.isfinite(mean) else "-" for mean in (self.first, self.second)]
-        return (self.name, *means, *_difference(self.difference))
-
-
-def number_rows(first: Arm, second: Arm) -> list[NumberRow]:
+def number_rows(first: Arm, second: Arm) -> list[Compared]:
     """Those of HEADLINES, and behind them other numbers that differ, in the order of their definitions."""
-    written = {(kind, str(name)) for arm in (first, second) for run in arm.values() for kind, name in _written(run)}
     order = {name: place for place, name in enumerate(definitions())}
-    common = sorted(first.keys() & second.keys())
-    leading = [(one.kind, one.metric) for one in HEADLINES if (one.kind, one.metric) in written]
-    rest = sorted(written - {*leading}, key=lambda pair: (pair[0] != "eval", order.get(pair[1], len(order)), pair))
-    rows = []
-    for kind, name in (*leading, *rest):
-        one, other = (
-            mean_of(arm, lambda run, kind=kind, name=name: value_of(run, kind, name)) for arm in (first, second)
-        )
-        difference = paired(first, second, common, kind, name)
-        if (kind, name) in leading or one != other or (difference is not None and difference.value != 0):
-            rows.append(NumberRow(name, (kind, name) in leading, one, other, difference))
-    return rows
+    written = {one for one in written_by([*first.values(), *second.values()]) if _is_number(*one)}
+    numbers = headlines_of(written, lambda pair: (pair[0] != "eval", order.get(pair[1], len(order)), pair))
+    rows = [compared(first, second, number) for number in numbers]
+    return [row for row in rows if row.number in HEADLINES or _differs(row)]
+
+
+def _correlated(rows: Sequence[Compared]) -> list[str]:
+    """The head of the column of correlations, if there are pairs enough for one."""
+    return ["correlation of the arms"] if any(math.isfinite(row.correlation) for row in rows) else []
+
+
+def _is_number(kind: str, name: str) -> bool:
+    return kind in KINDS and name != "time" and "_stderr" not in name
+
+
+def _differs(row: Compared) -> bool:
+    first, second = row.means
+    return first != second or (row.difference is not None and row.difference.value != 0)
 
 
 def as_table(first: Arm, second: Arm) -> Table:
@@ -177,17 +178,18 @@ def as_table(first: Arm, second: Arm) -> Table:
     rows = number_rows(first, second)
     ends = [row.difference if row.difference and row.difference.has_interval else None for row in rows]
     numbers = pd.DataFrame({
-        "number": [row.name for row in rows],
-        "first": [row.first for row in rows],
-        "second": [row.second for row in rows],
+        "number": [row.number.metric for row in rows],
+        "first": [row.means[0] for row in rows],
+        "second": [row.means[1] for row in rows],
         "difference": [row.difference.value if row.difference else math.nan for row in rows],
         "low": [one.low if one else math.nan for one in ends],
         "high": [one.high if one else math.nan for one in ends],
         "n": [row.difference.n if row.difference else 0 for row in rows],
+        "correlation": [row.correlation for row in rows],
     })  # fmt: skip
-    heads = ("number", "first", "second", "difference", "95 % interval")
-    titles = {one.metric: one.title for one in HEADLINES}
-    shown = pd.DataFrame([(titles[row.name], *row.texts[1:]) for row in rows if row.leading], columns=heads)
+    heads = ("number", "first", "second", "difference", "95 % interval", *_correlated(rows))
+    leading = [row for row in rows if row.number in HEADLINES]
+    shown = pd.DataFrame([(row.number.title, *row.texts)[: len(heads)] for row in leading], columns=heads)
     options = [f"{key} {one} (first) and {other} (second)" for key, one, other in option_rows(first, second)]
     caption = [
         f"Two arms of {_count(first)} and {_count(second)}, which differ in {'; '.join(options) or 'no option'}.",
@@ -201,7 +203,7 @@ def as_table(first: Arm, second: Arm) -> Table:
 
 def step_table(headline: Headline, first: Arm, second: Arm) -> str:
     """The means of both arms at some steps that both have; empty without one."""
-    curves = [dict(by_step([*arm.values()], headline.kind, headline.metric)) for arm in (first, second)]
+    curves = [dict(by_step([*arm.values()], headline)) for arm in (first, second)]
     common = sorted(curves[0].keys() & curves[1].keys())
     if not common:
         return ""
@@ -214,21 +216,9 @@ def step_table(headline: Headline, first: Arm, second: Arm) -> str:
     return _table((f"{headline.metric} at step", *(f"{step:g}" for step in steps)), rows)
 
 
-def _written(run: Run) -> set[tuple[str, str]]:
-    pairs = run.metrics[["kind", "metric"]].drop_duplicates().astype(str).itertuples(index=False)
-    return {(kind, name) for kind, name in pairs if kind in KINDS and name != "time" and "_stderr" not in name}
-
-
-def _difference(difference: Estimate | None) -> tuple[str, str]:
-    if difference is None:
-        return "-", "-"
-    interval = f"[{difference.low:+.4g}, {difference.high:+.4g}]" if difference.has_interval else "-"
-    return f"{difference.value:+.4g}", interval
-
-
 def notes(first: Arm, second: Arm) -> list[str]:
     """What keeps the two arms from being compared run by run."""
-    common, alone = first.keys() & second.keys(), first.keys() ^ second.keys()
+    common, alone = common_cells(first, second), first.keys() ^ second.keys()
     said = [""]
     if not common:
         said.append("The arms have no base model and seed in common, so there are no differences of pairs.")

@@ -88,7 +88,7 @@ def main(words: list[str]) -> None:
     if not judged:
         print(NOTHING[False])
     for one in [one for one in judged if one.state.untested != UNREAD]:
-        value = f"{one.difference.value:+.4g} {one.interval}" if one.difference else ""
+        value = " ".join(one.texts[2:4]) if one.difference else ""
         why = f" ({one.state.untested})" if one.state.untested else ""
         print(printable(f"{one.first} - {one.second}  {one.metric}  {value}  {one.state.of_pair}{why}"))
     print(f"\n{printable(registered)}\n{out / PAGE}" if registered else f"\n{out / PAGE}")

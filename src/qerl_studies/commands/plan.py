@@ -69,10 +69,10 @@ class StudySize:
 def spread(effect: Effect, between: float) -> Spread:
     """The spread of an effect; `between`, a standard deviation, is used if there is a single base."""
     questions = (effect.whole.stderr_questions or 0.0) ** 2
-    if effect.bases is None:
+    if effect.unit == "seed":
         return Spread(_variance_of_pairs(effect.whole), between**2, questions)
-    within = fmean(map(_variance_of_pairs, effect.bases.by_base)) if effect.seeds > 1 else 0.0
-    return Spread(within, effect.bases.between**2, questions)
+    within = fmean(map(_variance_of_pairs, effect.by_base)) if effect.seeds > 1 else 0.0
+    return Spread(within, effect.between**2, questions)
 
 
 def _variance_of_pairs(estimate: Estimate) -> float:
@@ -107,7 +107,7 @@ def plan(result: ClaimResult, margins: float, power: float, between: float, leve
     used = [run for stratum, _ in measured for run in stratum.runs]
     walls = [run.done["wall_s"] for run in used if "wall_s" in run.done]
     runs = enough.bases * enough.seeds * len({run.setting_items for run in used}) if enough else 0
-    assumed = "" if all(effect.bases for _, effect in measured) else " (assumed)"
+    assumed = "" if all(effect.unit == "base" for _, effect in measured) else " (assumed)"
     return (
         claim.title,
         measure.size_text(math.sqrt(widest.within)),

@@ -10,7 +10,6 @@ on another machine differs by more than its format.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,8 +17,8 @@ from qerl_core.checks import ConfigError, require
 from qerl_core.statistics import Estimate
 from qerl_studies.claims.match import Contrast, Filter, Side, Stratum, match
 from qerl_studies.conform.reference import MEASURES, Bf16Reference
-from qerl_studies.effects.estimate import over_bases, over_units
-from qerl_studies.effects.pairs import as_grid, by_cell, mean_of_runs, of_units
+from qerl_studies.effects.estimate import Effect, effect_of
+from qerl_studies.effects.pairs import by_cell
 from qerl_studies.runs.environments import is_reported
 from qerl_studies.runs.load import Cell, Run
 from qerl_studies.runs.measure import Measure
@@ -122,11 +121,11 @@ def _asked(measure: Measure, tolerance: float, decides: bool, stratum: Stratum) 
     if not kept:
         return AskedMeasure(measure, tolerance, decides, reason="no pair of runs on one machine")
     try:
-        effect = over_units(of_units(arms, measure.metric).to_numpy(), "drawn")
-        levels = tuple(mean_of_runs(arm, measure.metric) for arm in arms)
+        found = effect_of(arms, measure.metric)
     except ConfigError as error:
         return AskedMeasure(measure, tolerance, decides, reason=str(error))
-    if not (effect.n > 1 and effect.stderr > 0):
+    effect, levels = found.whole, found.levels
+    if not (effect.n > 1 and effect.has_interval):
         why = "a single pair decides nothing" if effect.n < 2 else "the same difference in all pairs: copies of a run?"
         return AskedMeasure(measure, tolerance, decides, reason=why, levels=levels)
     return AskedMeasure(measure, tolerance, decides, effect, "", levels)
@@ -170,12 +169,11 @@ def _otherwise(reference: Bf16Reference, stratum: Stratum) -> tuple[str, ...]:
 
 def place_of_control(reference: Bf16Reference, measure: str, mean: float) -> str:
     """Where the mean of BF16 lies beside the reference's, in words: over how many copies, and the interval for one."""
-    table = by_cell(reference.runs, MEASURES[measure].metric)
-    bases = table.columns.get_level_values("base").unique()
-    if len(bases) < 3:
+    level = Effect((by_cell(reference.runs, MEASURES[measure].metric),), (1,))
+    bases = level.by_base
+    if level.prediction is None:
         return f"{len(bases)} reference bases, too few to say where one more is to be expected"
-    effect = over_bases(as_grid(table))
-    low, high = effect.prediction or (-math.inf, math.inf)
+    low, high = level.prediction
     shown = MEASURES[measure].level_text
     inside = "inside" if low <= mean <= high else "OUTSIDE"
     return f"{shown(mean)}, {inside} of {shown(low)} to {shown(high)}, where one more of {len(bases)} bases is expected"

@@ -7,22 +7,31 @@ asked. Numbers of a whole run, such as a reward, have no questions that could be
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
-from qerl_core.checks import require
 from qerl_core.statistics import CONFIDENCE, Estimate, mean_ci, mean_ci_crossed, over_questions, t_quantile
+from qerl_studies.effects.pairs import Arm, Number, average_seeds, paired
+from qerl_studies.runs.load import Run
 
 Questions = Literal["drawn", "fixed"]
+SPREAD = 1e-12  # sum of squares, up to which numbers are all alike
 
 
 def over_units(table: np.ndarray, questions: Questions) -> Estimate:
     """Mean of numbers (questions, units), or (1, units) for a number of a whole run."""
     return mean_ci_crossed(table) if questions == "drawn" and len(table) > 1 else mean_ci(table.mean(axis=0))
+
+
+def over_known(values: pd.Series) -> Estimate:
+    """Mean of numbers by unit over those that are known; of no number if none is."""
+    known = values.dropna()
+    return mean_ci(known) if len(known) else Estimate(math.nan, math.nan, 0)
 
 
 @dataclass(frozen=True)
@@ -55,21 +64,31 @@ def share(found: Sequence[bool]) -> Share:
     return Share(whole.value, whole.stderr, whole.n, whole.df)
 
 
+def slope(x: Sequence[float], y: Sequence[float], groups: Sequence[Sequence[Hashable]]) -> Estimate:
+    """The least-squares slope of `y` over `x` (n,), beside a constant for each value of every one of `groups` (n,).
+
+    Student's t with as many degrees of freedom as numbers are more than constants and slope. The error is NaN without
+    any, and where `x` differs within no group.
+    """
+    dummies = [pd.get_dummies([*group]).to_numpy(float) for group in groups]
+    constants = np.column_stack([np.ones(len(x)), *dummies])
+    columns = np.column_stack([x, y])
+    within, rest = (columns - constants @ np.linalg.lstsq(constants, columns, rcond=None)[0]).T
+    spread, df = float(within @ within), len(x) - int(np.linalg.matrix_rank(constants)) - 1
+    found = float(within @ rest) / spread if spread > SPREAD else math.nan
+    residual = rest - found * within
+    return Estimate(found, math.sqrt(float(residual @ residual) / df / spread) if df > 0 else math.nan, len(x), df)
+
+
 def least_squares(treated: pd.Series, control: pd.Series, place: Mapping[Any, str]) -> Estimate:
     """The difference of two arms, each a number by unit, with an effect for each `place` (a session) and without pairs.
 
     Narrower than pairs where the runs of a unit are not alike, and too narrow where they go against each other: what is
-    false then, studies/planting/looks.py counts. Student's t with as many degrees of freedom as runs
-    are more than effects; the error is NaN without any. `n` is the number of runs.
+    false then, studies/planting/looks.py counts. `n` is the number of runs.
     """
     numbers = pd.concat([treated, control])
     sides = np.repeat([1.0, 0.0], [len(treated), len(control)])
-    design = np.column_stack([sides, pd.get_dummies([place[unit] for unit in numbers.index]).to_numpy(float)])
-    found, _, rank, _ = np.linalg.lstsq(design, numbers.to_numpy(), rcond=None)
-    residual = numbers.to_numpy() - design @ found
-    df = len(numbers) - int(rank)
-    variance = np.linalg.pinv(design.T @ design)[0, 0] * (residual @ residual) / df if df else math.nan
-    return Estimate(float(found[0]), math.sqrt(variance), len(numbers), df)
+    return slope(sides.tolist(), numbers.tolist(), [[place[unit] for unit in numbers.index]])
 
 
 def correlation(treated: pd.Series, control: pd.Series) -> float:
@@ -78,57 +97,116 @@ def correlation(treated: pd.Series, control: pd.Series) -> float:
     return float(np.corrcoef(columns)[0, 1]) if columns.shape[1] > 2 and columns.std(axis=1).all() else math.nan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Effect:
-    """A contrast in one setting, questions drawn. The units of `whole` are bases if there are several, else seeds."""
+    """A contrast in one setting: the numbers of each arm (questions, cells), and what is made of them.
 
-    whole: Estimate
-    unit: str  # base or seed
-    seeds: int  # of each base
-    questions: int  # averaged over; 1 for a number of the whole run
-    bases: RandomEffects | None = None
+    A number of the whole run is one row. `signs` are those of the arms. Units are bases if there are several, else the
+    seeds of the only one. With one arm it is a level.
+    """
+
+    arms: tuple[pd.DataFrame, ...]
+    signs: tuple[int, ...] = (1, -1)
+
+    @cached_property
+    def differences(self) -> pd.DataFrame:
+        """The contrast in each question and cell."""
+        first, *others = (sign * table for sign, table in zip(self.signs, self.arms, strict=True))
+        return sum(others, first)
+
+    @cached_property
+    def table(self) -> np.ndarray:
+        """The contrast in each question and unit."""
+        return average_seeds(self.differences).to_numpy()
+
+    @cached_property
+    def whole(self) -> Estimate:
+        """Over units, and over questions that are drawn."""
+        return over_units(self.table, "drawn")
+
+    @cached_property
+    def fixed(self) -> Estimate:
+        """Over units, for the questions that were asked."""
+        return over_units(self.table, "fixed")
+
+    @property
+    def by_unit(self) -> np.ndarray:
+        return self.table.mean(axis=0)
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """The mean of each arm."""
+        return tuple(float(one.mean(skipna=False)) for one in self.by_arm)
+
+    @cached_property
+    def correlation(self) -> float:
+        """Of two arms over units; NaN of four."""
+        return correlation(*self.by_arm) if len(self.arms) == 2 else math.nan
+
+    @cached_property
+    def by_arm(self) -> list[pd.Series]:
+        """The numbers of each arm by unit."""
+        return [average_seeds(table).mean(skipna=False) for table in self.arms]
+
+    @cached_property
+    def by_base(self) -> tuple[Estimate, ...]:
+        """The effect on each base, over its seeds."""
+        table = self.differences.to_numpy()
+        return tuple(over_units(table[:, self._bases == base], "drawn") for base in self._bases.unique())
+
+    @property
+    def between(self) -> float:
+        """The estimated standard deviation of the bases' true effects."""
+        cells = self.differences.to_numpy().mean(axis=0)
+        each = [cells[self._bases == base].var(ddof=1) for base in self._bases.unique()] if self.seeds > 1 else [0.0]
+        within = float(np.mean(each)) / self.seeds
+        return math.sqrt(max(0.0, float(self.by_unit.var(ddof=1)) - within))
+
+    @property
+    def prediction(self) -> tuple[float, float] | None:
+        """The 95 % interval for one more base of as many seeds; None below three bases.
+
+        Bases have equal weights, so Student's t is exact whatever the spread within them.
+        """
+        count = len(self.by_unit)
+        if self.unit != "base" or count < 3:
+            return None
+        spread = math.sqrt(float(self.by_unit.var(ddof=1)) * (1 + 1 / count))
+        half_width = t_quantile((1 + CONFIDENCE) / 2, count - 1) * spread
+        return self.whole.value - half_width, self.whole.value + half_width
+
+    @property
+    def unit(self) -> str:
+        return "base" if self._bases.nunique() > 1 else "seed"
+
+    @property
+    def seeds(self) -> int:
+        """Of each base."""
+        return int(self._bases.value_counts().max())
+
+    @property
+    def questions(self) -> int:
+        """Averaged over; 1 for a number of the whole run."""
+        return len(self.table)
+
+    @property
+    def _bases(self) -> pd.Index:
+        """The base of each cell."""
+        return self.arms[0].columns.get_level_values("base")
 
     @property
     def origin(self) -> str:
-        """What was averaged: 16 bases × 2 seeds × 256 questions drawn, 15 df."""
+        """What was averaged: 16 bases × 2 seeds × 256 questions drawn, 15 df, correlation +0.31 of the arms."""
         units = f"{self.whole.n} {self.unit}{'s' if self.whole.n > 1 else ''}"
         seeds = f" × {self.seeds} seed{'s' if self.seeds > 1 else ''}" if self.unit == "base" else ""
         questions = f" × {self.questions} questions drawn" if self.questions > 1 else ""
-        return units + seeds + questions + (f", {self.whole.df:.0f} df" if self.whole.stderr > 0 else "")
+        freedom = f", {self.whole.df:.0f} df" if self.whole.has_interval else ""
+        together = "" if math.isnan(self.correlation) else f", correlation {self.correlation:+.2f}"
+        return units + seeds + questions + freedom + together
 
 
-def effect_of(values: np.ndarray) -> Effect:
-    """The effect of differences (questions, bases, seeds)."""
-    questions, bases, seeds = values.shape
-    if bases > 1:
-        effects = over_bases(values)
-        return Effect(effects.whole, "base", seeds, questions, effects)
-    return Effect(over_units(values[:, 0], "drawn"), "seed", seeds, questions)
-
-
-@dataclass(frozen=True)
-class RandomEffects:
-    """An effect over several bases; `between` is the estimated standard deviation of the bases' true effects."""
-
-    whole: Estimate  # over bases
-    by_base: tuple[Estimate, ...]
-    between: float
-    prediction: tuple[float, float] | None  # 95 % interval for one more base of as many seeds; None below three bases
-
-
-def over_bases(values: np.ndarray) -> RandomEffects:
-    """Random-effects mean of numbers (questions, bases, seeds), questions drawn; 1 of them for numbers of a whole run.
-
-    Bases are the units and have equal weights, so Student's t with B - 1 degrees of freedom is exact whatever the
-    spread within bases. The same holds for the prediction interval of the mean of one more base.
-    """
-    _, b, s = values.shape
-    require(b > 1, f"an effect over bases needs at least two of them, got {b}")
-    means = values.mean(2)  # (questions, bases)
-    whole = over_units(means, "drawn")
-    by_base = tuple(over_units(values[:, i], "drawn") for i in range(b))
-    spread = float(means.mean(0).var(ddof=1))
-    within = float(values.mean(0).var(axis=1, ddof=1).mean()) / s if s > 1 else 0.0
-    half_width = t_quantile((1 + CONFIDENCE) / 2, b - 1) * math.sqrt(spread * (1 + 1 / b))
-    prediction = (whole.value - half_width, whole.value + half_width) if b > 2 else None
-    return RandomEffects(whole, by_base, math.sqrt(max(0.0, spread - within)), prediction)
+def effect_of(
+    arms: Sequence[Arm | Sequence[Run]], number: Number, signs: tuple[int, ...] = (1, -1), any_machine: bool = False
+) -> Effect:
+    """The first arm minus the second, or what `signs` make of more arms, in pairs. Raises ConfigError as `paired`."""
+    return Effect(tuple(paired(arms, number, any_machine=any_machine)), signs)

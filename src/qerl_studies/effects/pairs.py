@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from qerl_core.checks import ConfigError, require
@@ -18,7 +17,6 @@ from qerl_studies.runs.load import Run
 
 Number = Callable[[Run], "pd.Series | float"]  # of a run, or one for each question or step
 Arm = Mapping[tuple[Any, int], Run]  # by base and seed
-MINUS = (1, -1)  # the signs of the first arm minus the second
 
 
 def arm_of(runs: Arm | Sequence[Run]) -> Arm:
@@ -46,7 +44,7 @@ def average_seeds(table: pd.DataFrame) -> pd.DataFrame:
 
 def by_unit(runs: Arm | Sequence[Run], number: Number) -> pd.Series:
     """The mean of each base over its questions and seeds; with a single base, of each seed."""
-    return average_seeds(by_cell(runs, number)).mean(skipna=False)
+    return pd.Series(average_seeds(by_cell(runs, number)).mean(skipna=False))
 
 
 def shared(treated: pd.Series, control: pd.Series) -> pd.Series:
@@ -69,14 +67,10 @@ def mixed_machines(arms: Iterable[Arm]) -> list[str]:
     return [*mixed]
 
 
-def differences(
-    arms: Sequence[Arm | Sequence[Run]],
-    number: Number,
-    signs: Sequence[int] = MINUS,
-    by_step: bool = False,
-    any_machine: bool = False,
-) -> pd.DataFrame:
-    """The first arm minus the second, or what `signs` make of more arms, within each cell.
+def paired(
+    arms: Sequence[Arm | Sequence[Run]], number: Number, by_step: bool = False, any_machine: bool = False
+) -> list[pd.DataFrame]:
+    """The numbers of each arm, all with the same cells and rows.
 
     Rows are the questions, which all runs must have, or `by_step` the steps that all have. Raises ConfigError for a
     cell that an arm lacks, for one whose runs are of several machines or library versions unless `any_machine` may do,
@@ -99,18 +93,10 @@ def differences(
     if not by_step and any(len(one) > len(rows) for columns in numbers for one in columns.values()):
         asked = ", ".join(sorted({run.name for arm in of_arms for run in arm.values()}))
         raise ConfigError(f"these runs were asked different questions: {asked}")
-    first_table, *others = (sign * table.loc[rows] for sign, table in zip(signs, tables, strict=True))
-    return sum(others, first_table)
+    return [table.loc[rows] for table in tables]
 
 
-def of_units(
-    arms: Sequence[Arm | Sequence[Run]], number: Number, by_step: bool = False, any_machine: bool = False
-) -> pd.DataFrame:
-    """`differences` of two arms, the seeds of each base averaged: a column per base, or per seed of the only base."""
-    return average_seeds(differences(arms, number, MINUS, by_step, any_machine))
-
-
-def as_grid(table: pd.DataFrame) -> np.ndarray:
-    """A table whose bases have equally many seeds, as numbers (questions, bases, seeds)."""
-    bases = table.columns.get_level_values("base").unique()
-    return np.stack([table.xs(base, axis="columns", level="base").to_numpy() for base in bases], axis=1)
+def difference_by_step(treated: Arm | Sequence[Run], control: Arm | Sequence[Run], number: Number) -> pd.DataFrame:
+    """The difference of two arms on each unit, at the steps that all runs have."""
+    first, second = paired([treated, control], number, by_step=True)
+    return average_seeds(first - second)

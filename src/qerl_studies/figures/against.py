@@ -16,13 +16,12 @@ from qerl_studies.figures.effects import draw_dots, draw_effect, margin_note, ma
 from qerl_studies.figures.labels import sigma_by_step
 from qerl_studies.figures.paired import interval_note
 from qerl_studies.figures.style import (
-    BAND,
-    GRAY,
     OTHER_COLORS,
     caption,
     color,
     label_axes,
     label_ends,
+    margin_band,
     panels,
     paper_style,
     percent,
@@ -94,9 +93,7 @@ def plot_against(
         figure, axes = panels(2, len(measures), 3.0, sharex=True)
         for (top, bottom), measure in zip(axes.T, measures, strict=True):
             ends = []
-            margin = measure.on_axis(measure.margin)
-            bottom.axhspan(measure.on_axis(-measure.margin), margin, color=BAND, linewidth=0, zorder=0)
-            bottom.axhline(0, color=GRAY, linewidth=0.7, zorder=1)
+            margin_band(bottom, *measure.band, "y")
             for name, group in by_label.items():
                 shade = color(group[0]["quant.name"])
                 means = [mean_of_runs(setting.runs, measure.number) for setting in group]
@@ -118,8 +115,9 @@ def plot_against(
             bottom.set_ylabel(f"{minus}{f', {measure.unit}' if measure.unit else ''}")
             label_ends(top, ends)
         note = f"Top: means (axes not from 0). Bottom: each {minus}; formats at one value stand side by side."
-        diverged = mark_notes([*arms.values()], measures)[-1]
-        caption(figure, *notes, note, interval_note(settings[0].runs, measures), margin_note(measures), diverged)
+        together, diverged = mark_notes([*arms.values()], measures)[-2:]
+        told = (interval_note(settings[0].runs, measures), margin_note(measures), together, diverged)
+        caption(figure, *notes, note, *told)
     return figure
 
 

@@ -17,7 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from qerl_core.checks import require
-from qerl_core.statistics import Estimate, mean_ci_crossed
+from qerl_core.statistics import Estimate
+from qerl_studies.effects.estimate import Effect, over_units
 from qerl_studies.effects.pairs import average_seeds, by_cell
 from qerl_studies.figures.run import mean_and_band, moving_average
 from qerl_studies.figures.style import OTHER_COLORS, caption, label_axes, label_ends, panels, paper_style
@@ -132,8 +133,7 @@ def _notes(groups: dict[str, Sequence[Run]], smooth: int, unknown: Sequence[str]
 
 
 def _row(name: str, group: Sequence[Run]) -> dict[str, Any]:
-    changes = np.stack([paired_changes(run) for run in group], axis=1)  # (questions, seeds)
-    gain = mean_ci_crossed(changes)
+    gain = Effect(tuple(by_cell(group, end) for end in (answers_after, answers_before)))
     entropies = [run.series("train", "entropy").to_numpy() for run in group]
     greedy = [run.series("eval", "eval/accuracy_greedy").to_numpy() for run in group]
     sampled_final = [run.series("eval", "eval/accuracy_sampled").to_numpy()[-1] for run in group]
@@ -143,22 +143,30 @@ def _row(name: str, group: Sequence[Run]) -> dict[str, Any]:
         "steps": max(run.last_step for run in group),
         "start": np.mean([values[0] for values in greedy]),
         "final": np.mean([values[-1] for values in greedy]),
-        "gain": gain.value,
-        "gain_se": gain.stderr,
-        "gain_half": gain.half_width,  # of the 95 % interval
-        "gain_z": _quotient(gain),
-        "worst_z": min(_quotient(mean_ci_crossed(seed)) for seed in changes.T),
+        "gain": gain.whole.value,
+        "gain_se": gain.whole.stderr,
+        "gain_half": gain.whole.half_width,  # of the 95 % interval
+        "gain_z": _quotient(gain.whole),
+        "worst_z": min(_quotient(over_units(seed[:, None], "drawn")) for seed in gain.differences.to_numpy().T),
         "sampled_final": np.mean(sampled_final),
         "entropy_first": np.mean([values[0] for values in entropies]),
         "entropy_last": np.mean([values[-1] for values in entropies]),
     }
 
 
-def paired_changes(run: Run) -> np.ndarray:
-    """Correct after training minus correct before, greedy, for each held-out question, sorted: (questions,)."""
+def answers_after(run: Run) -> pd.Series:
+    """The share of right greedy answers to each held-out question after training."""
+    return _answers(run).iloc[:, -1]
+
+
+def answers_before(run: Run) -> pd.Series:
+    return _answers(run).iloc[:, 0]
+
+
+def _answers(run: Run) -> pd.DataFrame:
     answers = run.answers("greedy")
     require(answers.shape[1] > 1, f"{run.path} was not evaluated before and after training: run it with eval=task")
-    return (answers.iloc[:, -1] - answers.iloc[:, 0]).to_numpy()
+    return answers
 
 
 def _quotient(gain: Estimate) -> float:

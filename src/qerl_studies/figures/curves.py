@@ -4,7 +4,6 @@ claim.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,19 +15,19 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from qerl_core.checks import require
-from qerl_core.statistics import mean_ci
-from qerl_studies.effects.pairs import average_seeds, by_cell, of_units
+from qerl_core.statistics import Estimate, mean_ci
+from qerl_studies.effects.estimate import Effect
+from qerl_studies.effects.pairs import average_seeds, by_cell, difference_by_step
 from qerl_studies.figures.effects import PlottedArm, plotted_arm
 from qerl_studies.figures.labels import label_settings, noise_text
 from qerl_studies.figures.paired import ENTROPY as ENTROPY_MEAN
-from qerl_studies.figures.paired import REWARD_MEAN, effect, effect_text
+from qerl_studies.figures.paired import REWARD_MEAN, correlation_note, effect, effect_text
 from qerl_studies.figures.style import (
-    BAND,
     FULL_WIDTH,
-    GRAY,
     caption,
     label_axes,
     label_ends,
+    margin_band,
     panels,
     paper_style,
     small,
@@ -36,6 +35,8 @@ from qerl_studies.figures.style import (
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import Measure, area
 from qerl_studies.runs.settings import Study, describe_repeats
+
+ByStep = dict[int, Estimate]
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,10 @@ def paired_curves(
         for row, curve in enumerate(curves):
             first, *others = axes[row]
             _levels(first, shown, curve)
-            low, high = _limits(pairs, curve)
-            for ax, one in zip(others, pairs, strict=True):
-                cut |= _difference(ax, one, curve, low, high)
+            differences = [_by_step(one, curve) for one in pairs]
+            low, high = _limits(differences, curve)
+            for ax, one, means in zip(others, pairs, differences, strict=True):
+                cut |= _difference(ax, means, one, curve, low, high)
                 name = [one.label.replace(" − ", "\n− ") if len(pairs) > 4 else one.label] if row == 0 else []
                 whole = [line.replace(", ", ",\n ") if narrow else line for line in _whole(one, curve)]
                 ax.set_title("\n".join([*name, *whole]), fontsize=small())
@@ -96,7 +98,11 @@ def paired_curves(
 def _whole(one: PlottedArm, curve: Curve) -> list[str]:
     """Effect and interval as text; nothing if some runs have more steps than others."""
     same_length = len({run.last_step for run in (*one.runs, *one.control)}) == 1
-    return effect_text(curve.summary, effect(one.runs, one.control, curve.summary)[0]) if same_length else []
+    return effect_text(curve.summary, _effect(one, curve).whole) if same_length else []
+
+
+def _effect(one: PlottedArm, curve: Curve) -> Effect:
+    return effect(one.runs, one.control, curve.summary)
 
 
 def _levels(ax: Axes, shown: Sequence[PlottedArm], curve: Curve) -> None:
@@ -110,34 +116,32 @@ def _levels(ax: Axes, shown: Sequence[PlottedArm], curve: Curve) -> None:
     label_ends(ax, ends)
 
 
-def _limits(pairs: Sequence[PlottedArm], curve: Curve) -> tuple[float, float]:
+def _by_step(one: PlottedArm, curve: Curve) -> ByStep:
+    table = difference_by_step(one.runs, one.control, curve.of_run)
+    return {step: mean_ci(row) for step, row in zip(table.index, table.to_numpy(), strict=True)}
+
+
+def _limits(differences: Sequence[ByStep], curve: Curve) -> tuple[float, float]:
     """The limits of a row of panels: the margin, all means, and their intervals if there are more than two units."""
-    margin = curve.summary.margin
-    values = [-1.3 * margin, 1.3 * margin]
-    for one in pairs:
-        points = of_units([one.runs, one.control], curve.of_run, by_step=True)
-        values += points.mean(axis=1).agg(["min", "max"]).tolist()
-        if points.shape[1] > 2:
-            bands = [mean_ci(row) for row in points.to_numpy()]
-            values += [float(np.quantile([band.low for band in bands], 0.02))]
-            values += [float(np.quantile([band.high for band in bands], 0.98))]
+    values = [-1.3 * curve.summary.margin, 1.3 * curve.summary.margin]
+    for means in map(list, map(dict.values, differences)):
+        values += [one.value for one in means]
+        if means[0].n > 2:
+            values += [float(np.quantile([one.low for one in means], 0.02))]
+            values += [float(np.quantile([one.high for one in means], 0.98))]
     low, high = (curve.summary.on_axis(value) for value in (min(values), max(values)))
     return low - 0.05 * (high - low), high + 0.05 * (high - low)
 
 
-def _difference(ax: Axes, one: PlottedArm, curve: Curve, low: float, high: float) -> bool:
+def _difference(ax: Axes, means: ByStep, one: PlottedArm, curve: Curve, low: float, high: float) -> bool:
     """Draw one panel; return whether its band is cut off."""
-    shown = curve.summary.on_axis
-    points = of_units([one.runs, one.control], curve.of_run, by_step=True)
-    means = [mean_ci(row) for row in points.to_numpy()]
-    ax.axhspan(shown(-curve.summary.margin), shown(curve.summary.margin), color=BAND, linewidth=0, zorder=0)
-    ax.axhline(0, color=GRAY, linewidth=0.7, zorder=1, label="_control")
-    ax.plot(points.index, [shown(mean.value) for mean in means], color=one.shade, linewidth=1.0, label=f"_{one.label}")
+    ends = np.array([curve.summary.ends_on_axis(mean) for mean in means.values()])
+    margin_band(ax, *curve.summary.band, "y")
+    ax.plot([*means], ends[:, 0], color=one.shade, linewidth=1.0, label=f"_{one.label}")
     cut = False
-    if not any(math.isnan(mean.half_width) for mean in means):
-        ends = np.array([[shown(mean.low), shown(mean.high)] for mean in means])
-        ax.fill_between(points.index.to_numpy(), *ends.T, color=one.shade, alpha=0.2, linewidth=0, label="_band")
-        cut = bool((ends[:, 0] < low).any() or (ends[:, 1] > high).any())
+    if not np.isnan(ends).any():
+        ax.fill_between([*means], ends[:, 1], ends[:, 2], color=one.shade, alpha=0.2, linewidth=0, label="_band")
+        cut = bool((ends[:, 1] < low).any() or (ends[:, 2] > high).any())
     ax.set_ylim(low, high)
     ax.set_xlabel("step")
     return cut
@@ -161,6 +165,7 @@ def _notes(pairs: Sequence[PlottedArm], curves: Sequence[Curve]) -> list[str]:
     return [
         f"Left: level (axis not from 0), mean of {describe_repeats(runs)}. Others: paired difference by step, {band}.",
         f"Above each: difference of the {named} over the run, with 95% interval.",
+        correlation_note(_effect(pair, one) for pair in pairs for one in curves),
         f"Grey: the margin within which that would not matter ({margins})." if margins else "",
         f"What a step shows of {', '.join(smooth)}." if smooth else "",
     ]

@@ -9,11 +9,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from qerl_studies.effects.estimate import over_units
-from qerl_studies.effects.pairs import of_units
+from qerl_studies.effects.estimate import Effect, effect_of
 from qerl_studies.figures.effects import PlottedArm
-from qerl_studies.figures.exploration import MARGIN, passed
-from qerl_studies.figures.paired import SAMPLED, interval_note
+from qerl_studies.figures.exploration import MARGIN, passing
+from qerl_studies.figures.paired import SAMPLED, correlation_note, interval_note
 from qerl_studies.figures.style import BAND, FULL_WIDTH, GRAY, caption, panels, paper_style
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import last_fifth_mean, mean_between
@@ -30,10 +29,10 @@ def dose_response(arms: Sequence[PlottedArm]) -> Figure:
     arms = sorted(arms, key=_dose)
     samples = arms[0].runs[0].option("eval.samples")
     early, late = mean_between("entropy", *DOSED), last_fifth_mean("entropy")
-    responses: list[tuple[str, Callable[[PlottedArm], np.ndarray], bool]] = [
-        ("entropy, second tenth of steps", partial(_log_entropies, metric=early), True),
-        ("entropy, last fifth", partial(_log_entropies, metric=late), True),
-        *((f"pass@{k} after training", partial(_accuracies, k=k), False) for k in (1, samples)),
+    responses: list[tuple[str, Callable[[PlottedArm], Effect], bool]] = [
+        ("entropy, second tenth of steps", partial(_of_entropy, metric=early), True),
+        ("entropy, last fifth", partial(_of_entropy, metric=late), True),
+        *((f"pass@{k} after training", partial(passing, k=k), False) for k in (1, samples)),
     ]
     with paper_style():
         figure, axes = panels(2, 2, 3.6, FULL_WIDTH, sharex=True)
@@ -44,8 +43,7 @@ def dose_response(arms: Sequence[PlottedArm]) -> Figure:
             means = []
             for arm in arms:
                 found, at = response(arm), _dose(arm)
-                estimate = over_units(found, "drawn")
-                shown = np.array([estimate.value, estimate.low, estimate.high, *found.mean(axis=0)])
+                shown = np.array([found.whole.value, found.whole.low, found.whole.high, *found.by_unit])
                 mean, low, high, *points = 100 * (np.expm1(shown) if ratio else shown)
                 ax.plot([at] * len(points), points, ".", color=arm.shade, alpha=0.4, markersize=3.5)
                 ax.errorbar(
@@ -67,6 +65,7 @@ def dose_response(arms: Sequence[PlottedArm]) -> Figure:
             figure,
             "An arm minus its control, against the KL of its sampler and its trainer over the second tenth of the "
             f"steps. {interval_note(arms[0].runs, [SAMPLED])} Grey: ±{MARGIN:g} point of accuracy.",
+            correlation_note(passing(arm, 1) for arm in arms),
         )
     return figure
 
@@ -76,11 +75,6 @@ def _dose(arm: PlottedArm) -> float:
     return float(np.mean([mean_between("mismatch/kl", *DOSED)(run) for run in arm.runs]))
 
 
-def _log_entropies(arm: PlottedArm, metric: Callable[[Run], float]) -> np.ndarray:
-    """Logarithms of the ratio of entropies: (1, bases)."""
-    return of_units([arm.runs, arm.control], lambda run: float(np.log(metric(run)))).to_numpy()
-
-
-def _accuracies(arm: PlottedArm, k: int) -> np.ndarray:
-    """Differences of pass@k: (questions, bases)."""
-    return of_units([arm.runs, arm.control], partial(passed, k=k)).to_numpy()
+def _of_entropy(arm: PlottedArm, metric: Callable[[Run], float]) -> Effect:
+    """On the logarithm of entropy."""
+    return effect_of([arm.runs, arm.control], lambda run: float(np.log(metric(run))))

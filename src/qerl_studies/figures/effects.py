@@ -16,8 +16,8 @@ from matplotlib.ticker import MaxNLocator
 
 from qerl_studies.claims.preconditions import LOST, diverged
 from qerl_studies.effects.pairs import average_seeds, by_cell
-from qerl_studies.figures.paired import effect, interval_note, level
-from qerl_studies.figures.style import BAND, FULL_WIDTH, GRAY, caption, color, panels, paper_style, small
+from qerl_studies.figures.paired import correlation_note, effect, interval_note, level
+from qerl_studies.figures.style import FULL_WIDTH, GRAY, caption, color, margin_band, panels, paper_style, small
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import Measure
 from qerl_studies.runs.settings import Setting, describe_repeats
@@ -56,8 +56,7 @@ def dot_plot(arms: Sequence[PlottedArm], measures: Sequence[Measure], *notes: st
 def draw_dots(axes: Sequence[Axes], arms: Sequence[PlottedArm], measures: Sequence[Measure]) -> None:
     """The panels of `dot_plot`."""
     for ax, measure in zip(axes, measures, strict=True):
-        ax.axvspan(measure.on_axis(-measure.margin), measure.on_axis(measure.margin), color=BAND, linewidth=0, zorder=0)
-        ax.axvline(0, color=GRAY, linewidth=0.7, zorder=1, label="_control")
+        margin_band(ax, *measure.band, "x")
         for height, arm in enumerate(arms):
             if arm.control:
                 draw_effect(ax, height, arm, measure, along="x")
@@ -85,10 +84,11 @@ def label_rows(ax: Axes, labels: Sequence[str], top: float = 0.6, bottom: float 
 
 def draw_effect(ax: Axes, position: float, arm: PlottedArm, measure: Measure, along: str) -> None:
     """Draw the mean difference with its interval, and the single differences, `along` x or y."""
-    estimate, points = effect(arm.runs, arm.control, measure)
+    found = effect(arm.runs, arm.control, measure)
+    estimate, points = found.whole, found.by_unit
     shares = [average_seeds(by_cell(runs, lambda run: float(diverged(run)))) for runs in (arm.runs, arm.control)]
     crossed_out = np.sum([table.to_numpy()[0] for table in shares], axis=0) > 0
-    middle, *ends = (measure.on_axis(value) for value in (estimate.value, estimate.low, estimate.high))
+    middle, low, high = measure.ends_on_axis(estimate)
     on_axis = [measure.on_axis(value) for value in points]
     for marker, chosen in ((".", ~crossed_out), ("x", crossed_out)):
         values = [value for value, wanted in zip(on_axis, chosen, strict=True) if wanted]
@@ -97,7 +97,7 @@ def draw_effect(ax: Axes, position: float, arm: PlottedArm, measure: Measure, al
             *((values, at) if along == "x" else (at, values)), marker, color=arm.shade, alpha=0.45, markersize=3,
             markeredgewidth=0.7, label="_units", zorder=2,
         )  # fmt: skip
-    reach = [[0.0], [0.0]] if len(points) == 1 else [[middle - ends[0]], [ends[1] - middle]]
+    reach = [[0.0], [0.0]] if len(points) == 1 else [[middle - low], [high - middle]]
     ax.errorbar(
         *((middle, position) if along == "x" else (position, middle)), fmt="o", color=arm.shade, elinewidth=1.1,
         markerfacecolor=arm.shade if arm.filled else "white", label=f"_{arm.label}", zorder=3, capsize=0,
@@ -123,6 +123,7 @@ def mark_notes(arms: Sequence[PlottedArm], measures: Sequence[Measure], levels: 
         "Numbers: each arm's own mean." if levels else "",
         "Filled: with noise, hollow: without." if mixed else "",
         margin_note(measures),
+        correlation_note(effect(arm.runs, arm.control, one) for arm in arms if arm.control for one in measures),
         CROSS if any(diverged(run) for arm in arms for run in arm.runs) else "",
     ]
 
@@ -150,7 +151,7 @@ def level_plot(arms: Sequence[PlottedArm], measures: Sequence[Measure], *notes: 
                 ax.plot(mean, height, "o", color=arm.shade, markerfacecolor=face, label=f"_{arm.label}")
                 text = measure.level_format.format(mean)
                 if arm.control:
-                    estimate = effect(arm.runs, arm.control, measure)[0]
+                    estimate = effect(arm.runs, arm.control, measure).whole
                     ratio, low, high = (f"{np.exp(x):.2f}" for x in (estimate.value, estimate.low, estimate.high))
                     text += f", ×{ratio}" + (f" [{low}, {high}]" if estimate.n > 1 and not estimate.identical else "")
                 ax.annotate(
@@ -169,5 +170,6 @@ def level_plot(arms: Sequence[PlottedArm], measures: Sequence[Measure], *notes: 
             f"Numbers: mean and, for the others, ratio to {first.label} with its 95% interval (Student's t, in pairs)."
         )
         marks = "Filled: with noise, hollow: without." if len({arm.filled for arm in arms}) == 2 else ""
-        caption(figure, *notes, points, ratio, marks)
+        effects = (effect(arm.runs, arm.control, one) for arm in arms if arm.control for one in measures)
+        caption(figure, *notes, points, ratio, marks, correlation_note(effects))
     return figure

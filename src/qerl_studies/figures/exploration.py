@@ -12,20 +12,20 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qerl_core.statistics import found_among
+from qerl_core.statistics import Estimate, found_among, mean_ci
 from qerl_studies.design.readings import pass_at
 from qerl_studies.design.sessions import Sessions
-from qerl_studies.effects.estimate import over_units
-from qerl_studies.effects.pairs import average_seeds, by_cell, of_units
+from qerl_studies.effects.estimate import Effect, effect_of
+from qerl_studies.effects.pairs import average_seeds, by_cell
 from qerl_studies.figures.effects import PlottedArm
-from qerl_studies.figures.paired import ENTROPY, SAMPLED
+from qerl_studies.figures.paired import ENTROPY, SAMPLED, correlation_note
 from qerl_studies.figures.style import (
-    BAND,
     FULL_WIDTH,
     GRAY,
     caption,
     color,
     label_ends,
+    margin_band,
     panels,
     paper_style,
     percent,
@@ -34,6 +34,7 @@ from qerl_studies.runs.load import Run
 from qerl_studies.runs.settings import describe_repeats
 
 MARGIN = SAMPLED.on_axis(SAMPLED.margin)  # points of accuracy
+Numbers = tuple[np.ndarray, Estimate]  # by base, and over bases
 
 
 def entropy_and_accuracy(study: Sessions, arms: Sequence[PlottedArm]) -> Figure:
@@ -64,6 +65,7 @@ def entropy_and_accuracy(study: Sessions, arms: Sequence[PlottedArm]) -> Figure:
             f"{before if formats else 'An arm'} minus its control, after training, the mean of its seeds. Dots: "
             f"{len(study.probes)} base models; diamonds: mean and 95% interval (Student's t; questions "
             f"{'fixed above, drawn below' if formats else 'drawn'}). Grey: ±{MARGIN:g} point.",
+            correlation_note(passing(arm, 1) for arm in arms),
         )
     return figure
 
@@ -82,12 +84,11 @@ def pass_at_k_curves(arms: Sequence[PlottedArm]) -> Figure:
             ends.append((float(after.iloc[-1].mean()), arm.label, arm.shade))
             if arm.control:
                 shared = after.index.intersection(pass_curve(arm.control[0]).index)
-                means = [over_units(_change(arm, k), "drawn") for k in shared]
+                means = [passing(arm, k).whole for k in shared]
                 change.plot(shared, [100 * one.value for one in means], color=arm.shade, linewidth=1.0)
                 band = np.array([[100 * one.low, 100 * one.high] for one in means]).T
                 change.fill_between(shared.to_numpy(), *band, color=arm.shade, alpha=0.2, linewidth=0)
-        change.axhspan(-MARGIN, MARGIN, color=BAND, linewidth=0, zorder=0)
-        change.axhline(0, color=GRAY, linewidth=0.7, zorder=1)
+        margin_band(change, -MARGIN, MARGIN, "y")
         for ax, title in ((levels, "pass@k"), (change, "minus the control, points")):
             ax.set_xscale("log", base=2)
             ax.xaxis.set_major_formatter("{x:g}")
@@ -101,6 +102,7 @@ def pass_at_k_curves(arms: Sequence[PlottedArm]) -> Figure:
             "one format; solid: after. Right: paired differences after training with 95% bands (Student's t, questions "
             "drawn). Grey: "
             f"±{MARGIN:g} point.",
+            correlation_note(passing(arm, 1) for arm in arms if arm.control),
         )
     return figure
 
@@ -129,35 +131,29 @@ def _sampled(run: Run, step: int | None) -> pd.DataFrame:
     return chosen
 
 
-def _change(arm: PlottedArm, k: int) -> np.ndarray:
-    """Differences of pass@k: (questions, bases)."""
-    return of_units([arm.runs, arm.control], partial(passed, k=k)).to_numpy()
+def passing(arm: PlottedArm, k: int) -> Effect:
+    """On pass@k."""
+    return effect_of([arm.runs, arm.control], partial(passed, k=k))
 
 
 def _before(ax: Axes, study: Sessions, reference: str, quant: str, k: int) -> None:
     """Of the probes of bases, whose questions are fixed, as in gates.md."""
     pairs = [[one["formats"][name]["entropy"] for name in (quant, reference)] for one in study.probes.values()]
-    entropies = np.array([[math.log(treated / plain) for treated, plain in pairs]])
-    right = [pass_at(one, quant, k) - pass_at(one, reference, k) for one in study.probes.values()]
-    _scatter(ax, entropies, np.array([right]), quant.upper(), color(quant))
+    entropies = np.array([math.log(treated / plain) for treated, plain in pairs])
+    right = np.array([pass_at(one, quant, k) - pass_at(one, reference, k) for one in study.probes.values()])
+    _scatter(ax, (entropies, mean_ci(entropies)), (right, mean_ci(right)), quant.upper(), color(quant))
 
 
 def _after(ax: Axes, arm: PlottedArm, k: int) -> None:
-    entropies = of_units([arm.runs, arm.control], ENTROPY.averaged).to_numpy()
-    _scatter(ax, entropies, _change(arm, k), arm.label, arm.shade)
+    entropies, right = effect_of([arm.runs, arm.control], ENTROPY.averaged), passing(arm, k)
+    _scatter(ax, (entropies.by_unit, entropies.whole), (right.by_unit, right.whole), arm.label, arm.shade)
 
 
-def _scatter(ax: Axes, entropies: np.ndarray, right: np.ndarray, label: str, shade: str) -> None:
-    """Logarithms of ratios (1, bases) and differences of shares (questions, bases): single bases, means, intervals."""
-    ax.plot(
-        [ENTROPY.on_axis(x) for x in entropies[0]], 100 * right.mean(axis=0), ".", color=shade, alpha=0.4,
-        markersize=3.5,
-    )  # fmt: skip
-    means = over_units(entropies, "drawn"), over_units(right, "drawn")
-    (x, left, end), (y, low, high) = (
-        [show(value) for value in (one.value, one.low, one.high)]
-        for show, one in zip((ENTROPY.on_axis, SAMPLED.on_axis), means, strict=True)
-    )
+def _scatter(ax: Axes, entropies: Numbers, right: Numbers, label: str, shade: str) -> None:
+    """Logarithms of ratios and differences of shares: single bases, their mean with its interval."""
+    ax.plot([ENTROPY.on_axis(x) for x in entropies[0]], 100 * right[0], ".", color=shade, alpha=0.4, markersize=3.5)
+    x, left, end = ENTROPY.ends_on_axis(entropies[1])
+    y, low, high = SAMPLED.ends_on_axis(right[1])
     ax.errorbar(
         x, y, fmt="D", color=shade, markersize=4.5, elinewidth=1.2, label=label, xerr=[[x - left], [end - x]],
         yerr=[[y - low], [high - y]],
@@ -165,8 +161,7 @@ def _scatter(ax: Axes, entropies: np.ndarray, right: np.ndarray, label: str, sha
 
 
 def _label(ax: Axes, title: str, across: str) -> None:
-    ax.axhspan(-MARGIN, MARGIN, color=BAND, linewidth=0, zorder=0)
-    ax.axhline(0, color=GRAY, linewidth=0.7, zorder=1)
+    margin_band(ax, -MARGIN, MARGIN, "y")
     ax.axvline(0, color=GRAY, linewidth=0.7, zorder=1)
     ax.set_title(title)
     ax.set_xlabel(across)

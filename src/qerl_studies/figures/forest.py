@@ -14,7 +14,8 @@ from qerl_studies.claims.claim import ClaimResult, ContrastResult
 from qerl_studies.effects.estimate import Effect
 from qerl_studies.figures.compact import compact
 from qerl_studies.figures.effects import label_rows
-from qerl_studies.figures.style import FULL_WIDTH, GRAY, caption, panels, paper_style, small
+from qerl_studies.figures.paired import correlation_note
+from qerl_studies.figures.style import FULL_WIDTH, caption, margin_band, panels, paper_style, small
 
 REACH = 5.0  # margins; marks beyond are arrows at the edge
 BAND, BLACK, PAPER = "#E4E4E4", "#000000", "#D55E00"
@@ -36,8 +37,7 @@ def all_claims(results: Sequence[ClaimResult], scope: str) -> Figure:
     with paper_style():
         figure, axes = panels(1, 1, 0.7 + ROW * len(lines), width=FULL_WIDTH)
         ax = axes[0, 0]
-        ax.axvspan(-1, 1, color=BAND, linewidth=0, zorder=0)
-        ax.axvline(0, color=GRAY, linewidth=0.7, zorder=1)
+        margin_band(ax, -1, 1, "x", BAND)
         for y, (_, claim_result, result, first) in enumerate(lines):
             claim = claim_result.claim
             margins = (-1 if claim.expected == "less" else 1) / claim.measure.margin
@@ -87,6 +87,7 @@ def _explained(results: Sequence[ClaimResult]) -> Iterator[str]:
     if effects:
         intervals = f"95% intervals (Student's t over {origins}{drawn})"
         yield f"Diamonds: primary contrasts, with {intervals}, grey where not testable."
+        yield correlation_note(effects)
     factors = {math.exp(one.claim.measure.margin) for one in results if "KL" in one.claim.measure.name}
     mismatch = f", a factor of {_either(factors)} of a KL" if factors else ""
     points = {1.0} | {m.margin * m.scale for m in (one.claim.measure for one in results) if m.unit == "points"}
@@ -95,7 +96,7 @@ def _explained(results: Sequence[ClaimResult]) -> Iterator[str]:
     paper = " Hollow diamonds: the paper." if any(one.claim.reported_effects for one in results) else ""
     alike = " Claims of no difference hold in it." if any(one.claim.expected == "same" for one in results) else ""
     yield f"Grey band: less than that.{alike}{paper} Arrows: beyond the axis."
-    if any(effect.bases for effect in effects):
+    if any(effect.unit == "base" for effect in effects):
         yield "Dots: single base models on the axis."
     elif effects:
         yield "All from one base model, for which alone the intervals speak."
@@ -114,7 +115,9 @@ def _mark(ax: Axes, y: float, effect: Effect, margins: float, shade: str) -> Non
         for end in ends:
             if abs(end) > REACH:
                 _point(ax, y, end, shade, hollow=False)
-    inside = [x for base in (effect.bases.by_base if effect.bases else ()) if abs(x := base.value * margins) <= REACH]
+    inside = [
+        x for base in (effect.by_base if effect.unit == "base" else ()) if abs(x := base.value * margins) <= REACH
+    ]
     ax.plot(inside, [y + 0.28] * len(inside), "o", color=shade, alpha=0.45, markersize=2)
     _point(ax, y, whole.value * margins, shade, hollow=whole.n == 1)
 

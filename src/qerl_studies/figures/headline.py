@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import numpy as np
 
 from qerl_core.checks import ConfigError
 from qerl_core.statistics import Estimate, mean_ci
 from qerl_studies.claims.measures import ACCURACY, REWARD
-from qerl_studies.effects.estimate import Questions, over_units
-from qerl_studies.effects.pairs import average_seeds, by_cell, mean_of_runs, of_units
+from qerl_studies.effects.estimate import Effect, effect_of
+from qerl_studies.effects.pairs import average_seeds, by_cell, mean_of_runs, paired
+from qerl_studies.effects.state import State, of_interval
 from qerl_studies.runs.load import Cell, Run
 from qerl_studies.runs.measure import last_fifth_mean
 
@@ -32,71 +33,128 @@ class Headline:
     title: str
     kind: str  # train: the mean over the last fifth of the steps | eval: the last evaluation
     metric: str
-    form: str
+    form: str = ".4g"
     margin: float = 0.0
 
+    def of(self, run: Run) -> float:
+        """The number of a run; NaN if it has none."""
+        series = run.series(self.kind, self.metric).dropna()
+        if series.empty:
+            return math.nan
+        return last_fifth_mean(self.metric)(run) if self.kind == "train" else float(series.iloc[-1])
 
+    def mean(self, arm: Arm) -> float:
+        """Over bases, or over the seeds of one; the runs without the number are left out, NaN if all are."""
+        runs = [run for run in arm.values() if math.isfinite(self.of(run))]
+        return mean_of_runs(runs, self.of) if runs else math.nan
+
+    def text(self, mean: float) -> str:
+        return f"{mean:{self.form}}" if math.isfinite(mean) else "-"
+
+
+SAMPLED = Headline("held-out accuracy, sampled", "eval", "eval/accuracy_sampled", ".1%", ACCURACY.margin)
 HEADLINES = (
     Headline("held-out accuracy, greedy", "eval", "eval/accuracy_greedy", ".1%", ACCURACY.margin),
-    Headline("held-out accuracy, sampled", "eval", "eval/accuracy_sampled", ".1%", ACCURACY.margin),
+    SAMPLED,
     Headline("lenient, greedy", "eval", "eval/lenient_greedy", ".1%", ACCURACY.margin),
     Headline("lenient, sampled", "eval", "eval/lenient_sampled", ".1%", ACCURACY.margin),
     Headline("reward", "train", "reward/mean", ".3f", REWARD.margin),
     Headline("entropy", "train", "entropy", ".3f"),
 )
+OF_TRAINING = tuple(one for one in HEADLINES if one.kind == "train")
 
 
-def value_of(run: Run, kind: str, name: str) -> float:
-    """A number of a run; NaN if it has none."""
-    series = run.series(kind, name).dropna()
-    if series.empty:
-        return math.nan
-    return last_fifth_mean(name)(run) if kind == "train" else float(series.iloc[-1])
+def headlines_of(
+    written: set[tuple[str, str]], order: Callable[[tuple[str, str]], Any] | None = None
+) -> list[Headline]:
+    """Of the kinds and names that runs wrote: those of HEADLINES, and behind them the others, by name or in `order`."""
+    leading = [one for one in HEADLINES if (one.kind, one.metric) in written]
+    rest = sorted(written - {(one.kind, one.metric) for one in leading}, key=order)
+    return [*leading, *(Headline(name, kind, name) for kind, name in rest)]
 
 
-def mean_of(arm: Arm, value: Callable[[Run], float]) -> float:
-    """The mean over bases, or over the seeds of one; the runs without the number are left out."""
-    runs = [run for run in arm.values() if math.isfinite(value(run))]
-    return mean_of_runs(runs, value) if runs else math.nan
+def written_by(runs: Sequence[Run]) -> set[tuple[str, str]]:
+    """Kind and name of each number that any of the runs wrote."""
+    pairs = (run.metrics[["kind", "metric"]].drop_duplicates().astype(str) for run in runs)
+    return {(kind, name) for table in pairs for kind, name in table.itertuples(index=False)}
 
 
-def paired(
-    first: Arm, second: Arm, common: Sequence[Cell], kind: str, name: str, questions: Questions = "drawn"
-) -> Estimate | None:
-    """The difference within base and seed; None without a pair that has the number.
+@dataclass(frozen=True)
+class Compared:
+    """A number of two arms: the mean of each, NaN for what an arm has not, and the effect in pairs, if it has any."""
 
-    With `questions` drawn the interval of an accuracy holds for others too, where all kept their answers to the same.
-    """
-    value = partial(value_of, kind=kind, name=name)
-    known = [cell for cell in common if all(math.isfinite(value(arm[cell])) for arm in (first, second))]
-    arms = [{cell: arm[cell] for cell in known} for arm in (first, second)]
+    number: Headline
+    means: tuple[float, ...]
+    effect: Effect | None
+    why_not: str = ""  # nothing could be tested
+
+    @property
+    def difference(self) -> Estimate | None:
+        """The first minus the second."""
+        return self.effect.whole if self.effect else None
+
+    @property
+    def correlation(self) -> float:
+        """Of the two arms over units."""
+        return self.effect.correlation if self.effect else math.nan
+
+    @property
+    def texts(self) -> tuple[str, str, str, str, str]:
+        """The mean of each arm, the difference, its interval and the correlation."""
+        first, second = (f"{mean:.4g}" if math.isfinite(mean) else "-" for mean in self.means)
+        together = f"{self.correlation:+.2f}" if math.isfinite(self.correlation) else "-"
+        if self.difference is None:
+            return first, second, "-", "-", together
+        interval = self.difference.interval_text("{:+.4g}".format)
+        return first, second, f"{self.difference.value:+.4g}", interval, together
+
+    @property
+    def state(self) -> State:
+        if self.difference is None or self.why_not:
+            return State(untested=self.why_not or "no pair")
+        return of_interval(self.difference, self.number.margin)
+
+
+def common_cells(first: Arm, second: Arm) -> list[Cell]:
+    return sorted(first.keys() & second.keys())
+
+
+def compared(first: Arm, second: Arm, number: Headline) -> Compared:
+    """Pairs are runs of one base and seed that have the number, on whatever machines."""
+    return Compared(number, (number.mean(first), number.mean(second)), effect_on(first, second, number))
+
+
+def effect_on(first: Arm, second: Arm, number: Headline) -> Effect | None:
+    """Of accuracies by question, where all kept their answers to the same."""
+    common, arms = common_cells(first, second), (first, second)
+    known = [cell for cell in common if all(math.isfinite(number.of(arm[cell])) for arm in arms)]
+    arms = [{cell: arm[cell] for cell in known} for arm in arms]
     if not known:
         return None
-    by_question = _by_question(arms, name) if questions == "drawn" else None
-    return by_question or over_units(of_units(arms, value, any_machine=True).to_numpy(), "fixed")
+    return _by_question(arms, number.metric) or effect_of(arms, number.of, any_machine=True)
 
 
-def _by_question(arms: Sequence[Arm], name: str) -> Estimate | None:
-    """The difference with an interval for other questions too; None if answers to the same were not kept."""
+def _by_question(arms: Sequence[Arm], name: str) -> Effect | None:
     what, _, mode = name.removeprefix("eval/").partition("_")
     if what not in COLUMNS:
         return None
     try:
-        gaps = of_units(arms, lambda run: run.answers(mode, COLUMNS[what]).iloc[:, -1], any_machine=True).dropna()
+        tables = paired(arms, lambda run: run.answers(mode, COLUMNS[what]).iloc[:, -1], any_machine=True)
     except ConfigError:
         return None
-    return over_units(gaps.to_numpy(), "drawn") if len(gaps) > 1 else None
+    answered = np.all([table.notna().all(axis=1) for table in tables], axis=0)
+    return Effect(tuple(table.loc[answered] for table in tables)) if answered.sum() > 1 else None
 
 
-def by_step(runs: Sequence[Run], kind: str, metric: str) -> list[tuple[float, Estimate]]:
+def by_step(runs: Sequence[Run], number: Headline) -> list[tuple[float, Estimate]]:
     """Step and mean over bases, or over the seeds of one, at the steps that all runs have; empty if none has it.
 
     Of more than POINTS steps, means of equal stretches, at their middle.
     """
-    known = [run for run in runs if not run.series(kind, metric).dropna().empty]
+    known = [run for run in runs if not run.series(number.kind, number.metric).dropna().empty]
     if not known:
         return []
-    table = average_seeds(by_cell(known, lambda run: run.series(kind, metric))).sort_index()
+    table = average_seeds(by_cell(known, lambda run: run.series(number.kind, number.metric))).sort_index()
     stretches = np.array_split(np.arange(len(table)), min(len(table), POINTS)) if len(table) else []
     steps, values = table.index.to_numpy(), table.to_numpy()
     means = [(float(np.mean(steps[part])), np.nanmean(values[part], axis=0)) for part in stretches]

@@ -1,4 +1,4 @@
-"""Noise of one size: its dose-response over sigma, and the temperature that gives the same entropy.
+"""Noise of one size: its dose-response over sigma.
 
 Differences are taken within a base model and a seed (paired.py), so the spread between seeds cancels.
 """
@@ -9,21 +9,20 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from qerl_core.checks import ConfigError, require
+from qerl_core.checks import require
 from qerl_core.statistics import mean_ci
 from qerl_studies.effects.pairs import average_seeds, by_cell, mean_of_runs
 from qerl_studies.figures.effects import PlottedArm, draw_effect, mark_notes, plotted_arm
 from qerl_studies.figures.labels import label_settings
 from qerl_studies.figures.paired import ENTROPY as MEAN_ENTROPY
 from qerl_studies.figures.paired import REWARD_LATE, SAMPLED, effect
-from qerl_studies.figures.style import BAND, FULL_WIDTH, GRAY, caption, panels, paper_style, small
+from qerl_studies.figures.style import FULL_WIDTH, caption, margin_band, panels, paper_style, small
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import Measure, mean_between
 from qerl_studies.runs.settings import Study
@@ -87,9 +86,8 @@ def sigma_effects(doses: Sequence[NoiseLevel]) -> pd.DataFrame:
         arm = dose.arm
         kl = mean_of_runs(arm.runs, KL) if _has_kl([dose]) else math.nan
         for measure in _measures(doses):
-            estimate, _ = effect(arm.runs, arm.control, measure)
-            ends = [measure.on_axis(value) for value in (estimate.value, estimate.low, estimate.high)]
-            rows.append([dose.label, dose.sigma, measure.name, *ends, estimate.n, kl])
+            estimate = effect(arm.runs, arm.control, measure).whole
+            rows.append([dose.label, dose.sigma, measure.name, *measure.ends_on_axis(estimate), estimate.n, kl])
     return pd.DataFrame(rows, columns=["quant", "sigma", "measure", "mean", "low", "high", "n", "mismatch"])
 
 
@@ -135,10 +133,8 @@ def sigma_figure(doses: Sequence[NoiseLevel]) -> Figure:
             of_format = [dose for dose in doses if dose.label == label]
             at, shade = [dose.sigma for dose in of_format], of_format[0].arm.shade
             for ax, measure in zip(axes[:, place], measures, strict=False):
-                ends = measure.on_axis(-measure.margin), measure.on_axis(measure.margin)
-                ax.axhspan(*ends, color=BAND, linewidth=0, zorder=0)
-                ax.axhline(0, color=GRAY, linewidth=0.7, zorder=1)
-                means = [effect(dose.arm.runs, dose.arm.control, measure)[0].value for dose in of_format]
+                margin_band(ax, *measure.band, "y")
+                means = [effect(dose.arm.runs, dose.arm.control, measure).whole.value for dose in of_format]
                 ax.plot([0, *at], [0, *map(measure.on_axis, means)], color=shade, linewidth=0.7, label=f"_{label}")
                 ax.yaxis.set_major_locator(MaxNLocator(nbins=4))
             bottom = axes[-1, place]
@@ -181,39 +177,3 @@ def _draw_kl(ax: Axes, dose: NoiseLevel) -> None:
     ax.plot([dose.sigma] * len(values), values, ".", color=shade, alpha=0.45, markersize=3, label="_units")
     ax.plot(dose.sigma, mean_ci(values).value, "o", color=shade, markersize=4.5, label=f"_{dose.label}")
     ax.tick_params(axis="y", labelsize=small())
-
-
-def entropies(runs: Iterable[Run], step: int) -> pd.DataFrame:
-    """Quant, seed, sigma, temperature and the entropy at `step` of each run without noise or with constant noise."""
-    return pd.DataFrame(
-        {
-            "quant": run.option("quant.name"),
-            "seed": run.option("seed"),
-            "sigma": sigma_of(run),
-            "temperature": float(run.option("rollout.temperature")),
-            "entropy": run.series("train", "entropy").get(step, math.nan),
-        }
-        for run in with_constant_sigma(runs)
-    )
-
-
-def matched_temperature(table: pd.DataFrame, quant: str, target: float) -> float:
-    """The sampling temperature at which `quant` without noise has the entropy `target`.
-
-    The means over seeds are interpolated linearly between temperatures. Raises ConfigError if `target` is outside of
-    them.
-    """
-    rows = table[(table["quant"] == quant) & (table["sigma"] == 0)]
-    curve: Any = rows.groupby("temperature")["entropy"].mean()  # sorted by temperature
-    require(
-        len(curve) >= 2,
-        f"quant={quant} without noise has fewer than two temperatures: run more, rollout.temperature=1,1.1,1.2",
-    )
-    for (low, below), (high, above) in zip(curve.items(), list(curve.items())[1:], strict=False):
-        if min(below, above) <= target <= max(below, above):
-            share = (target - below) / (above - below) if above != below else 0.0
-            return float(low) + share * (float(high) - float(low))
-    raise ConfigError(
-        f"the entropy {target:.4g} is outside of the runs without noise, {curve.min():.4g} to {curve.max():.4g} at "
-        f"temperatures {curve.index.min():g} to {curve.index.max():g}; run further temperatures"
-    )

@@ -8,16 +8,15 @@ answers for other questions too.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-import numpy as np
 import pandas as pd
 
 from qerl_core.statistics import Estimate
 from qerl_studies.claims.measures import ACCURACY, INITIAL_ENTROPY, LATE_REWARD, REWARD
-from qerl_studies.effects.estimate import over_units
-from qerl_studies.effects.pairs import mean_of_runs, of_units
+from qerl_studies.effects.estimate import Effect, effect_of
+from qerl_studies.effects.pairs import mean_of_runs
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import Measure, area, final_answers
 from qerl_studies.runs.settings import describe_repeats
@@ -31,11 +30,8 @@ SAMPLED, GREEDY = (
 )
 
 
-def effect(treated: Sequence[Run], control: Sequence[Run], measure: Measure) -> tuple[Estimate, np.ndarray]:
-    """The mean difference with its interval, and the differences that were averaged."""
-    number = measure.averaged if measure.ratio else measure.metric
-    table = of_units([treated, control], number).to_numpy()
-    return over_units(table, "drawn"), table.mean(axis=0)
+def effect(treated: Sequence[Run], control: Sequence[Run], measure: Measure) -> Effect:
+    return effect_of([treated, control], measure.averaged if measure.ratio else measure.metric)
 
 
 def level(runs: Sequence[Run], measure: Measure) -> float:
@@ -64,6 +60,13 @@ def interval_note(runs: Sequence[Run], measures: Sequence[Measure] = ()) -> str:
 def questions_of(run: Run, measure: Measure) -> str:
     """Whether an interval of answers holds for other questions too, for which they have to be kept."""
     return f"questions {'drawn' if isinstance(measure.metric(run), pd.Series) else 'fixed'}"
+
+
+def correlation_note(effects: Iterable[Effect]) -> str:
+    """The sentence of a caption that says how far the two arms of each go together, from least to most."""
+    known = sorted(one.correlation for one in effects if not math.isnan(one.correlation))
+    ends = dict.fromkeys(f"{end:+.2f}" for end in (known[:1] + known[-1:]))
+    return f"Arms correlate {' to '.join(ends)}." if known else ""
 
 
 def workload(run: Run) -> str:

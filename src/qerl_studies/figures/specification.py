@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from qerl_studies.claims.specification import Specification
 from qerl_studies.figures.effects import label_rows
 from qerl_studies.figures.forest import BAND, ROW
-from qerl_studies.figures.style import FULL_WIDTH, GRAY, caption, panels, paper_style, small
+from qerl_studies.figures.style import FULL_WIDTH, caption, margin_band, panels, paper_style, small
 
 COLUMNS = 3
 WIDE = 29  # letters of a line of a title
@@ -26,8 +26,7 @@ def specification_table(specifications: Sequence[Specification]) -> pd.DataFrame
     """A row for each specification; effects in the unit of figures."""
     rows = []
     for one in specifications:
-        numbers = (one.estimate.value, one.estimate.low, one.estimate.high)
-        effects = dict(zip(("effect", "low", "high"), map(one.measure.on_axis, numbers), strict=True))
+        effects = dict(zip(("effect", "low", "high"), one.measure.ends_on_axis(one.estimate), strict=True))
         shared = {"claim": one.claim, "contrast": one.contrast, "specification": one.label}
         rows.append(shared | {"decides": one.decides, "units": one.estimate.n} | effects | {"unit": one.measure.unit})
     return pd.DataFrame(rows)
@@ -91,8 +90,8 @@ class Panel:
     def ends(self) -> list[float]:
         """Effects, ends of intervals and margin, as drawn."""
         first = self.specifications[0].measure
-        ends = [end for one in self.specifications for end in (one.estimate.value, one.estimate.low, one.estimate.high)]
-        return [first.on_axis(end) for end in (*ends, -first.margin, first.margin) if not math.isnan(end)]
+        ends = [end for one in self.specifications for end in first.ends_on_axis(one.estimate)]
+        return [end for end in (*ends, *first.band) if not math.isnan(end)]
 
     @property
     def reach(self) -> float:
@@ -131,15 +130,14 @@ def _labels(block: Sequence[Panel]) -> list[str]:
 def _draw(ax: Axes, panel: Panel, labels: Sequence[str], scaled: Sequence[Panel], named: bool) -> None:
     """`scaled`: the panels that have its scale."""
     first = panel.specifications[0].measure
-    show, margin = first.on_axis, first.margin
-    ax.axvspan(show(-margin), show(margin), color=BAND, linewidth=0, zorder=0)
-    ax.axvline(0, color=GRAY, linewidth=0.7, zorder=1)
+    margin_band(ax, *first.band, "x", BAND)
     for one in panel.specifications:
         y, shade = labels.index(one.label), SHADES[one.way.split(",")[0]]
+        value, low, high = first.ends_on_axis(one.estimate)
         if not math.isnan(one.estimate.stderr):
-            ax.plot([show(one.estimate.low), show(one.estimate.high)], [y, y], color=shade, linewidth=1.1)
+            ax.plot([low, high], [y, y], color=shade, linewidth=1.1)
         ax.plot(
-            show(one.estimate.value), y, "D" if one.decides else "o", color=shade, markersize=4.5,
+            value, y, "D" if one.decides else "o", color=shade, markersize=4.5,
             markerfacecolor="white" if one.pooled else shade,
         )  # fmt: skip
         ax.text(1.02, y, str(one.estimate.n), transform=ax.get_yaxis_transform(), va="center", fontsize=small())

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
@@ -165,6 +165,13 @@ def label_axes(ax: Axes, metric: str) -> None:
 
 def percent(share: float, _: object = None) -> str:
     return f"{round(100 * share, 6):g}%"
+
+
+def margin_band(ax: Axes, low: float, high: float, along: Literal["x", "y"], shade: str = BAND) -> None:
+    """The margin as a band and a line at 0, where effects lie `along` an axis."""
+    span, line = (ax.axvspan, ax.axvline) if along == "x" else (ax.axhspan, ax.axhline)
+    span(low, high, color=shade, linewidth=0, zorder=0)
+    line(0, color=GRAY, linewidth=0.7, zorder=1, label="_control")
 
 
 def caption(figure: Figure, *sentences: str) -> None:

@@ -36,8 +36,15 @@ def all_verdicts(content: Mapping[str, Any]) -> Figure:
             "Diamonds: effects with 95% intervals, over bases where a study has several, and of answers for other "
             "questions too, except in studies with contrasts of their own; arrows: beyond the axis.",
             "Grey band: less than one margin. Each study is judged by itself.",
+            _together([one["correlation"] for one in content["verdicts"] if one["correlation"] is not None]),
         )
     return figure
+
+
+def _together(correlations: Sequence[float]) -> str:
+    if not correlations:
+        return ""
+    return f"Arms correlate {min(correlations):+.2f} to {max(correlations):+.2f}."
 
 
 def _lines(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any] | None]]:

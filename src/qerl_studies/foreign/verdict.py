@@ -7,50 +7,42 @@ place of its number. Words are not adjusted for how many are looked at.
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qerl_core.checks import require
 from qerl_core.process.arguments import printable
-from qerl_core.statistics import Estimate
-from qerl_studies.effects.state import WORDS, State, of_interval
-from qerl_studies.figures.headline import HEADLINES, mean_of, paired, value_of
+from qerl_studies.effects.state import WORDS
+from qerl_studies.figures.headline import Arm, Compared, Headline, common_cells, compared, headlines_of, written_by
 from qerl_studies.foreign.definitions import UNREAD
 from qerl_studies.runs.find import find_runs
-from qerl_studies.runs.load import Cell, Run, load_run
+from qerl_studies.runs.load import Run, load_run
 from qerl_studies.runs.reported import ANSWERS, About, read_about
 from qerl_studies.tables.markdown import markdown_table
 
 LEVEL = 0.025  # one-sided, of the differences that so many pairs find
-MARGINS = {one.metric: one.margin for one in HEADLINES}
 NOTHING = {False: "One arm, which there is nothing to compare with.", True: "Nothing can be judged."}
+ALIKE = "the same difference in all pairs: copies of a run, or a number that no seed changes?"
 NO_SEED = "runs whose seed is not known have no counterpart in another arm"
 MOST_METRICS = 60  # of a page
 
 
 @dataclass(frozen=True)
-class Judged:
-    """`first` minus `second` in one metric: their means, the difference with its interval, and the state."""
+class Judged(Compared):
+    """`first` minus `second`, names of arms, in one number."""
 
-    first: str
-    second: str
-    metric: str
-    means: tuple[float, float]
-    difference: Estimate | None
-    state: State
+    first: str = ""
+    second: str = ""
 
     @property
-    def interval(self) -> str:
-        if self.difference is None or not self.difference.stderr > 0:
-            return "-"
-        return f"[{self.difference.low:+.4g}, {self.difference.high:+.4g}]"
+    def metric(self) -> str:
+        return self.number.metric
 
     @property
     def found(self) -> str:
         """The smallest true difference that these pairs find four times of five."""
-        known = self.difference is not None and self.difference.stderr > 0
+        known = self.difference is not None and self.difference.has_interval
         return f"{self.difference.detectable(LEVEL):.3g}" if known and self.difference else "-"
 
 
@@ -72,58 +64,37 @@ def judge(folder: Path, control: str | None = None, margins: Mapping[str, float]
     known = ", ".join(map(shown, sorted(arms)))
     require(control is None or control in arms, f"control={control} is no arm of these runs: there are {known}")
     second = control or min(arms)
-    used = MARGINS | dict(margins or {})
+    given = dict(margins or {})
     return [
-        _judged(first, second, arms, kind, metric, about, used.get(metric, 0.0))
+        _judged(first, second, arms, replace(number, margin=given.get(number.metric, number.margin)), about)
         for first in arms
         if first != second
-        for kind, metric in _metrics([*arms[first], *arms[second]])
+        for number in headlines_of(written_by([*arms[first], *arms[second]]))[:MOST_METRICS]
     ]
 
 
-def _metrics(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Kind and name of each metric that any run has; those that one looks at first lead."""
-    written = {
-        (str(kind), str(name))
-        for run in runs
-        for kind, name in run.metrics[["kind", "metric"]].drop_duplicates().to_numpy()
-    }
-    leading = [(one.kind, one.metric) for one in HEADLINES if (one.kind, one.metric) in written]
-    return [*leading, *sorted(written - {*leading})][:MOST_METRICS]
-
-
-def _judged(
-    first: str,
-    second: str,
-    arms: Mapping[str, Sequence[Run]],
-    kind: str,
-    metric: str,
-    about: About,
-    margin: float,
-) -> Judged:
+def _judged(first: str, second: str, arms: Mapping[str, Sequence[Run]], number: Headline, about: About) -> Judged:
     """One comparison. Runs that are not to be judged have no part in it; where nothing is, means are of all runs."""
-    known = [[run for run in arms[arm] if run.records(kind, metric)] for arm in (first, second)]
+    known = [[run for run in arms[arm] if run.records(number.kind, number.metric)] for arm in (first, second)]
     one, other = ({run.cell: run for run in runs if run.finished} for runs in known)
-    common = sorted(one.keys() & other.keys())
     without = [arm for arm, runs in zip((first, second), known, strict=True) if not runs]
     lacking = [arm for arm in without if any(run.finished for run in arms[arm])]
-    reason = f"no run of {lacking[0]} has it" if lacking else why_not([one, other], common, kind, metric)
-    if reason and not lacking:
+    reason = f"no run of {lacking[0]} has it" if lacking else why_not(one, other, number)
+    if reason:
         left_out = [about.unjudged.get(run.name, NO_SEED) for runs in known for run in runs if not run.finished]
         ends = [{run.last_step for run in runs} for runs in known]
         apart = [f"of other steps ({min(ends[0])} and {min(ends[1])})"] if all(ends) and ends[0] != ends[1] else []
-        reason = "; ".join(dict.fromkeys([reason, *left_out, *apart]))
-    difference = None if reason else paired(one, other, common, kind, metric)
-    if not reason and not (difference is not None and difference.stderr > 0):
-        reason = "the same difference in all pairs: copies of a run, or a number that no seed changes?"
-    state = State(untested=reason) if reason or difference is None else of_interval(difference, margin)
-    shown_arms = [{run.cell: run for run in runs} for runs in known] if reason else [one, other]
-    levels = [mean_of(arm, lambda run: value_of(run, kind, metric)) for arm in shown_arms]
-    return Judged(first, second, metric, (levels[0], levels[1]), difference, state)
+        reason = reason if lacking else "; ".join(dict.fromkeys([reason, *left_out, *apart]))
+        means = tuple(number.mean({run.cell: run for run in runs}) for runs in known)
+        return Judged(number, means, None, reason, first, second)
+    found = compared(one, other, number)
+    alike = "" if found.difference is not None and found.difference.has_interval else ALIKE
+    return Judged(number, found.means, found.effect, alike, first, second)
 
 
-def why_not(arms: Sequence[Mapping[Cell, Run]], common: Sequence[Cell], kind: str, metric: str) -> str:
-    """Why two arms cannot be compared in a metric; empty if they can."""
+def why_not(first: Arm, second: Arm, number: Headline) -> str:
+    """Why two arms cannot be compared in a number; empty if they can."""
+    arms, common, (kind, metric) = (first, second), common_cells(first, second), (number.kind, number.metric)
     if any(arm[cell].environment["metrics"].get(metric) == UNREAD for arm in arms for cell in common):
         return UNREAD
     if not all(arms):
@@ -171,14 +142,22 @@ def markdown(folder: Path, judged: Sequence[Judged]) -> str:
     tested = [one for one in judged if one.state.tested]
     unread = dict.fromkeys(shown(one.metric) for one in judged if one.state.untested == UNREAD)
     others = [one for one in judged if not one.state.tested and one.state.untested != UNREAD]
-    heads = ("first - second", "number", "first", "second", "difference", "95 % interval", "finds", "word")
+    heads = (
+        "first - second",
+        "number",
+        "first",
+        "second",
+        "difference",
+        "95 % interval",
+        "correlation",
+        "finds",
+        "word",
+    )
     rows = [
         (
             f"{shown(one.first)} - {shown(one.second)}",
             shown(one.metric),
-            *_means(one),
-            f"{one.difference.value:+.4g}" if one.difference else "-",
-            one.interval,
+            *one.texts,
             one.found,
             one.state.of_pair,
         )
@@ -190,13 +169,14 @@ def markdown(folder: Path, judged: Sequence[Judged]) -> str:
         parts.append(
             "Numbers of training are means over the last fifth of the steps, others the last ones. Intervals are "
             "Student's t over pairs of seeds, and where answers are known by question for other questions too. "
+            "*Correlation*: of the two arms over seeds; pairs help where it is above 0. "
             "*Finds*: the smallest true difference that so many pairs find four times of five. "
             f"{words}. Nothing is adjusted for how many numbers one looks at."
         )
     if others:
         heads = ("first - second", "number", "first", "second", "why not")
         rows = [
-            (f"{shown(one.first)} - {shown(one.second)}", shown(one.metric), *_means(one), shown(one.state.untested))
+            (f"{shown(one.first)} - {shown(one.second)}", shown(one.metric), *one.texts[:2], shown(one.state.untested))
             for one in others
         ]
         parts += ["## What was reported and is not judged", markdown_table(heads, rows)]
@@ -204,10 +184,6 @@ def markdown(folder: Path, judged: Sequence[Judged]) -> str:
         parts.append(f"Imported and not compared, since nobody here read their definition: {', '.join(unread)}.")
     parts += ["## What is known of the runs", _known(about, arms)]
     return "\n\n".join(parts) + "\n"
-
-
-def _means(one: Judged) -> list[str]:
-    return [f"{mean:.4g}" if math.isfinite(mean) else "-" for mean in one.means]
 
 
 def _introduction(about: About, arms: Mapping[str, Sequence[Run]]) -> str:

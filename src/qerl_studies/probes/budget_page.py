@@ -109,4 +109,4 @@ def read_table(text: str) -> dict[str, dict[str, dict[str, float]]]:
 
 def said(one: Estimate) -> str:
     """A number with its sign, and its interval if copies differ."""
-    return f"{one.value:+.4f} [{one.low:+.4f}, {one.high:+.4f}]" if one.has_interval else f"{one.value:+.4f}"
+    return one.text("{:+.4f}".format)

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from qerl_core.statistics import Estimate, mean_ci, paired_difference
+from qerl_core.statistics import Estimate, mean_ci
+from qerl_studies.effects.estimate import over_units
 from qerl_studies.probes.numbers import accuracy, pass_at
 from qerl_studies.probes.simex import DEGREES, extrapolated
 
 Record = Mapping[str, Any]  # the probe of a unit
-Number = Callable[[Record, str], float]  # of a unit and one of its weight formats
+Number = Callable[[Record, str], Any]  # of a unit in one of its weight formats: one, or one for each question
 
 
 def detailed(probes: Sequence[Record]) -> list[Record]:
@@ -56,34 +57,40 @@ def asked(record: Record, quant: str, temperature: str) -> Mapping[str, Any]:
     return record["formats"][quant]["temperatures"][temperature]
 
 
+def mean_of(units: Sequence[Record], quant: str, number: Number) -> Estimate:
+    """Over the units that have the format; of a single one over its questions, if they have a number each."""
+    found = [number(one, quant) for one in measured_in(quant, units)]
+    if len(found) == 1 and np.size(found[0]) > 1:
+        return over_units(np.reshape(found[0], (-1, 1)), "drawn")
+    return mean_ci([np.mean(one) for one in found])
+
+
 def mean_accuracy(units: Sequence[Record], quant: str, temperature: str, column: str = "correct") -> Estimate:
     """Accuracy, strict or `lenient`; NaN without the latter."""
     found = [asked(one, quant, temperature) for one in measured_in(quant, units)]
-    if any(one[column] is None for one in found):
-        return Estimate(math.nan, math.nan, len(found))
-    each = [accuracy(one, column) for one in found]
-    return each[0] if len(each) == 1 else mean_ci([one.value for one in each])
+    if len(found) == 1 and found[0][column] is not None:
+        return accuracy(found[0], column)
+    return mean_of(units, quant, right_at(temperature, column))
 
 
-def accuracy_gap(units: Sequence[Record], quant: str, temperature: str, column: str = "correct") -> Estimate:
-    """Accuracy in a format minus that of the same unit in the first."""
-    first = formats_of(units)[0]
-    pairs = [(asked(one, first, temperature), asked(one, quant, temperature)) for one in measured_in(quant, units)]
-    if any(one[column] is None for pair in pairs for one in pair):
-        return Estimate(math.nan, math.nan, len(pairs))
-    if len(pairs) == 1:
-        rows = [[[right / one["samples"]] for right in one[column]] for one in pairs[0]]
-        return paired_difference(*rows)
-    return mean_ci([*map(gap_of(quant, first, temperature, column), measured_in(quant, units))])
+def minus(first: str, number: Number) -> Number:
+    """The difference to the same unit in the first format."""
+    return lambda record, quant: number(record, quant) - number(record, first)
 
 
-def mean_of(units: Sequence[Record], quant: str, number: Number) -> Estimate:
-    return mean_ci([number(one, quant) for one in measured_in(quant, units)])
+def log_over(first: str, number: Number) -> Number:
+    """The logarithm of a positive number over that of the same unit in the first format."""
+    return lambda record, quant: np.log(np.divide(number(record, quant), number(record, first)))
 
 
-def log_ratio(units: Sequence[Record], quant: str, number: Number) -> Estimate:
-    """The logarithm of a positive number in a format over that of the same unit in the first."""
-    return mean_ci([*map(ratio_of(quant, formats_of(units)[0], number), measured_in(quant, units))])
+def right_at(temperature: str, column: str = "correct") -> Number:
+    """The share of right answers to each question; NaN without the column."""
+
+    def of(record: Record, quant: str) -> np.ndarray:
+        found = asked(record, quant, temperature)
+        return np.array(math.nan if found[column] is None else found[column]) / found["samples"]
+
+    return of
 
 
 def entropy_at(temperature: str) -> Number:
@@ -109,20 +116,16 @@ def kl(way: str) -> Number:
 
 
 def dose(at: int, key: str) -> Number:
-    """What noise number `at` of the curve does: its KL, the ratio of entropy, or the difference of accuracy."""
+    """What noise number `at` of the curve does: its KL, the logarithm of the ratio of entropy, or the difference of
+    accuracy."""
 
     def of(record: Record, quant: str) -> float:
         quiet, noisy = (record["formats"][quant]["curve"][one][key] for one in (0, at))
         if key == "kl":
             return noisy
-        return noisy / quiet if key == "entropy" else noisy - quiet
+        return math.log(noisy / quiet) if key == "entropy" else noisy - quiet
 
     return of
-
-
-def log_dose(units: Sequence[Record], quant: str, at: int) -> Estimate:
-    """The logarithm of entropy with noise number `at` over that without, of the same units and format."""
-    return mean_ci([math.log(dose(at, "entropy")(one, quant)) for one in measured_in(quant, units)])
 
 
 def by_scale(probes: Sequence[Record]) -> dict[float, dict[str, Record]]:
@@ -142,29 +145,11 @@ def by_scale(probes: Sequence[Record]) -> dict[float, dict[str, Record]]:
     return {scale: {copy: found[scale][copy] for copy in ordered} for scale in sorted(found)} if shared else {}
 
 
-def without_error(
-    scaled: Mapping[float, Mapping[str, Record]], number: Callable[[Record], float]
-) -> dict[str, Estimate]:
+def without_error(scaled: Mapping[float, Mapping[str, Record]], quant: str, number: Number) -> dict[str, Estimate]:
     """A number of copies extrapolated to no rounding error of the file, by each polynomial there are scales for."""
-    values = np.array([[number(one) for one in copies.values()] for copies in scaled.values()]).T  # (copies, scales)
+    values = np.array([[np.mean(number(one, quant)) for one in copies.values()] for copies in scaled.values()])
     return {
-        name: mean_ci(extrapolated([*scaled], values, degree))
+        name: mean_ci(extrapolated([*scaled], values.T, degree))
         for name, degree in DEGREES.items()
         if len(scaled) > degree
     }
-
-
-def ratio_of(quant: str, first: str, number: Number) -> Callable[[Record], float]:
-    """The logarithm of the ratio of a unit's number in a format to that in the first."""
-    return lambda record: math.log(number(record, quant) / number(record, first))
-
-
-def right_at(quant: str, temperature: str, column: str) -> Callable[[Record], float]:
-    """A unit's accuracy in a format."""
-    return lambda record: accuracy(asked(record, quant, temperature), column).value
-
-
-def gap_of(quant: str, first: str, temperature: str, column: str) -> Callable[[Record], float]:
-    """The difference of a unit's accuracy in a format to that in the first."""
-    before, after = (right_at(one, temperature, column) for one in (first, quant))
-    return lambda record: after(record) - before(record)

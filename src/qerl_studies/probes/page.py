@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qerl_core.statistics import Estimate, mean_ci, paired_difference
+from qerl_core.statistics import Estimate, mean_ci
 from qerl_studies.effects.estimate import share
 from qerl_studies.probes.numbers import accuracy, of_scale, pass_at, signal
+from qerl_studies.probes.over_units import mean_of, minus, right_at
 from qerl_studies.tables.markdown import markdown_table
 
 Table = tuple[list[str], list[list[str]]]  # heads, rows
@@ -64,27 +65,20 @@ def answer_formats(found: Mapping[str, Any]) -> Table:
 
 def accuracies(record: Mapping[str, Any]) -> Table:
     """A row for each weight format and temperature."""
-    first = next(iter(record["formats"].values()))["temperatures"]
+    reference = next(iter(record["formats"]))
     heads = ["quant", "temperature", "right", "difference", "lenient", "answer found", "cut off", "tokens"]
     heads += ["entropy", "pass@k", "mixed groups"]
     lines = []
     for quant, found in record["formats"].items():
         for at, one in found["temperatures"].items():
             right, *others = _shares(one)
-            base = first[at]
-            gap = "" if one is base else interval(difference(base, one))
+            gap = mean_of([record], quant, minus(reference, right_at(at)))
             several = one["samples"] > 1
             best = f"{100 * pass_at(one, one['samples']).value:.1f} of {one['samples']}" if several else ""
             mixed = f"{signal(one, record['group']):.0%}" if several else ""
-            lines.append([quant, at, right, gap, *others, f"{one['entropy']:.3f}", best, mixed])
+            shown = "" if quant == reference else interval(gap)
+            lines.append([quant, at, right, shown, *others, f"{one['entropy']:.3f}", best, mixed])
     return heads, lines
-
-
-def difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> Estimate:
-    """Accuracy of the second minus that of the first on the same questions."""
-    samples = first["samples"]
-    rows = [[[right / samples] for right in one["correct"]] for one in (first, second)]
-    return paired_difference(*rows)
 
 
 def sizes(formats: Mapping[str, Any]) -> Table:
@@ -138,8 +132,7 @@ def contamination(found: Mapping[str, Sequence[Mapping[str, int]]]) -> Table:
 
 def interval(estimate: Estimate, form: str = "+.1f") -> str:
     """A percentage, with its interval if questions, or units, differ."""
-    value, low, high = (format(100 * one, form) for one in (estimate.value, estimate.low, estimate.high))
-    return f"{value} [{low}, {high}]" if estimate.has_interval else value
+    return estimate.text(lambda share: format(100 * share, form))
 
 
 def _shares(found: Mapping[str, Any]) -> list[str]:

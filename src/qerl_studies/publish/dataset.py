@@ -17,6 +17,7 @@ from qerl_core import __version__
 from qerl_core.checks import require
 from qerl_core.statistics import mean_ci
 from qerl_studies.claims.registration import carry, check_registration, registered_files
+from qerl_studies.effects.pairs import by_unit
 from qerl_studies.publish.crate import CRATE, crate
 from qerl_studies.publish.croissant import CROISSANT, croissant
 from qerl_studies.publish.description import Description
@@ -84,23 +85,14 @@ def card(described: Description, out: Path) -> str:
 def _row(setting: Setting) -> dict[str, Any]:
     """A line of the card's table: the mean over units of the last evaluation, with its 95 % interval."""
     first = setting.runs[0]
-    by_base: dict[str, list[float]] = {}
-    metric = next((name for name in OUTCOMES if len(first.series("eval", name))), None)
-    for run in setting.runs:
-        series = run.series("eval", metric or "")
-        if not series.empty:
-            by_base.setdefault(run.base, []).append(series.iloc[-1])
-    means = [sum(values) / len(values) for values in by_base.values()]
-    single = next(iter(by_base.values()), [])
-    estimate = mean_ci(means if len(means) > 1 else single) if means else None
+    metric = next((name for name in OUTCOMES if len(first.series("eval", name))), "")
+    evaluated = [run for run in setting.runs if not run.series("eval", metric).empty]
+    means = by_unit(evaluated, lambda run: run.series("eval", metric).iloc[-1]) if evaluated else ()
     units = unit_count(setting.runs)
-    outcome = "-"
-    if estimate is not None:
-        interval = f" [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]" if estimate.has_interval else ""
-        outcome = f"{100 * estimate.value:.1f}{interval}"
+    several = len({run.base for run in evaluated}) > 1
     return first.identity() | {
         "runs": len(setting.runs),
-        "units": f"{units} {'bases' if len(by_base) > 1 else 'seed' if units == 1 else 'seeds'}",
-        "outcome": outcome,
-        "metric": (metric or "").removeprefix("eval/accuracy_"),
+        "units": f"{units} {'bases' if several else 'seed' if units == 1 else 'seeds'}",
+        "outcome": mean_ci(means).text(lambda share: f"{100 * share:.1f}") if evaluated else "-",
+        "metric": metric.removeprefix("eval/accuracy_"),
     }

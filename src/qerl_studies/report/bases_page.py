@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from qerl_core.statistics import Estimate, mean_ci
+from qerl_core.statistics import Estimate
 from qerl_studies.design.design import Arm
 from qerl_studies.design.readings import by_base, pass_at
 from qerl_studies.design.sessions import Sessions
+from qerl_studies.effects.estimate import over_known
 from qerl_studies.effects.pairs import shared
 from qerl_studies.figures.paired import GREEDY, SAMPLED, effect
 from qerl_studies.runs.load import Run
@@ -33,6 +34,7 @@ class Column:
     values: pd.Series
     form: str
     estimate: Estimate
+    correlation: float = math.nan  # of two arms
 
     def cell(self, value: float) -> str:
         return "-" if math.isnan(value) else format(value, self.form)
@@ -43,8 +45,8 @@ class Column:
 
     @property
     def interval(self) -> str:
-        one, scale = self.estimate, 1 if self.form == ".3f" else 100
-        return f"[{self.cell(scale * one.low)}, {self.cell(scale * one.high)}]" if one.has_interval else "-"
+        scale = 1 if self.form == ".3f" else 100
+        return self.estimate.interval_text(lambda end: self.cell(scale * end))
 
 
 def bases(study: Sessions, controls: Mapping[str, Arm]) -> str:
@@ -59,6 +61,8 @@ def bases(study: Sessions, controls: Mapping[str, Arm]) -> str:
     rows += [["mean", name, *(one.cell(one.mean(group)) for one in columns)] for name, group in several.items()]
     rows.append(["mean", "", *(one.cell(one.mean([*study.probes])) for one in columns)])
     rows.append(["95 %, questions drawn after training", "", *(one.interval for one in columns)])
+    together = [f"{one.correlation:+.2f}" if math.isfinite(one.correlation) else "-" for one in columns]
+    rows.append(["correlation of the arms", "", *together])
     note = (
         f"Per cent and points of accuracy. Left: {study.design.probe.questions} training questions before any training,"
         " which intervals take as they are; damage is what a format costs. Right: held-out questions after training,"
@@ -86,7 +90,7 @@ def _before(study: Sessions) -> list[Column]:
 
 def _of_probes(head: str, study: Sessions, number: Callable[[Mapping], float], form: str, scale: float) -> Column:
     values = pd.Series({base: number(probe) for base, probe in study.probes.items()}, dtype=float)
-    return Column(head, scale * values, form, _mean(values))
+    return Column(head, scale * values, form, over_known(values))
 
 
 def _after(study: Sessions, arm: str, control: str) -> list[Column]:
@@ -97,14 +101,10 @@ def _after(study: Sessions, arm: str, control: str) -> list[Column]:
 def _difference(study: Sessions, arm: str, control: str, way: str, head: str) -> Column:
     ends = [by_base(study.runs, name, end_of(way)) for name in (arm, control)]
     values = shared(*ends).reindex([*study.probes])
-    known = values.notna().any()
-    estimate = effect(*study.pairs(arm, control), WAYS[way])[0] if known else _mean(values)
-    return Column(head, 100 * values, "+.1f", estimate)
-
-
-def _mean(values: pd.Series) -> Estimate:
-    known = values.dropna()
-    return mean_ci(known) if len(known) else Estimate(math.nan, math.nan, 0)
+    if not values.notna().any():
+        return Column(head, values, "+.1f", over_known(values))
+    found = effect(*study.pairs(arm, control), WAYS[way])
+    return Column(head, 100 * values, "+.1f", found.whole, found.correlation)
 
 
 def end_of(way: str) -> Callable[[Run], float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -218,29 +217,25 @@ def row_of(claim: Claim, result: ContrastResult, comparison: Comparison) -> tupl
     role = "primary" if comparison is result.primary else "robustness"
     if comparison.effect is None:
         return label_of(result), setting, role, "-", comparison.reason, "-"
-    levels = " / ".join(map(claim.measure.level_text, comparison.levels))
+    levels = " / ".join(map(claim.measure.level_text, comparison.effect.levels))
     estimate = claim.measure.estimate_text(comparison.effect.whole)
     return label_of(result), setting, role, levels, estimate, comparison.effect.origin
 
 
 def _bases(claim: Claim, result: ContrastResult) -> str:
-    """Effects by base, their spread, the prediction for one more base, and how far the arms go together."""
+    """Effects by base, their spread, and the prediction for one more base."""
     effect = result.effect
-    if effect is None or result.primary is None:
+    if effect is None or effect.unit != "base":
         return ""
-    r = result.primary.correlation
-    together = "" if math.isnan(r) else f" Correlation of the arms over {effect.unit}s: {r:+.2f}."
-    if effect.bases is None:
-        return f"{label_of(result)}.{together}" if together else ""
-    bases, measure = effect.bases, claim.measure
-    each = ", ".join(measure.text(base.value) for base in bases.by_base)
+    measure = claim.measure
+    each = ", ".join(measure.text(base.value) for base in effect.by_base)
     spread, unit = (
-        (bases.between, "of its logarithm") if measure.ratio else (measure.scale * bases.between, measure.unit)
+        (effect.between, "of its logarithm") if measure.ratio else (measure.scale * effect.between, measure.unit)
     )
     text = f"{label_of(result)} by base: {each}. Standard deviation between bases: {spread:.3g} {unit}."
-    if bases.prediction:
-        text += f" Prediction interval for one more base of as many seeds: {measure.interval_text(*bases.prediction)}."
-    return text + together
+    if effect.prediction:
+        text += f" Prediction interval for one more base of as many seeds: {measure.interval_text(*effect.prediction)}."
+    return text
 
 
 def _matched(result: ContrastResult) -> list[str]:
@@ -262,6 +257,5 @@ def _matched(result: ContrastResult) -> list[str]:
 
 
 def _additional(mean: Estimate) -> str:
-    alike = "a single seed" if mean.n == 1 else f"the same in all {mean.n} repetitions"
-    interval = f" [{mean.low:+.3f}, {mean.high:+.3f}]" if mean.has_interval else f" ({alike})"
-    return f"{mean.value:+.3f}{interval}"
+    text = mean.text("{:+.3f}".format)
+    return text if mean.has_interval else f"{text} ({mean.alike})"

@@ -51,7 +51,7 @@ class Frame:
 
 def draw(arms: Sequence[DrawnArm], headline: Headline) -> Markup | None:
     """The arms that have the metric; None if none has."""
-    curves = [(arm, found) for arm in arms if (found := by_step(arm.runs, headline.kind, headline.metric))]
+    curves = [(arm, found) for arm in arms if (found := by_step(arm.runs, headline))]
     if not curves:
         return None
     frame = _frame([found for _, found in curves], share="%" in headline.form)

@@ -12,23 +12,22 @@ from typing import Any
 import pandas as pd
 
 from qerl_studies.effects.pairs import mixed_machines
-from qerl_studies.effects.state import of_interval
-from qerl_studies.figures.headline import HEADLINES, paired
+from qerl_studies.figures.headline import HEADLINES, common_cells, compared
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.own_contrasts import OwnContrast, own_contrasts
 from qerl_studies.runs.settings import by_scope, group_by_setting
 
 COLUMNS = (
     *("scope", "factor", "contrast", "where", "number", "metric", "effect", "low", "high"),
-    *("n", "unit", "pairs", "margin", "word", "mixed_machines"),
+    *("n", "unit", "pairs", "margin", "word", "correlation", "mixed_machines"),
 )
 
 
 def effect_table(runs: Sequence[Run]) -> pd.DataFrame:
     """`effect` is the first arm of `contrast` minus the second, in units of the metric; `n` counts `unit`s.
 
-    `margin` is the smallest effect that matters, NaN if none was named. `word` is what the interval leaves. Empty, with
-    its columns, if no two arms are comparable.
+    `margin` is the smallest effect that matters, NaN if none was named. `word` is what the interval leaves,
+    `correlation` that of the two arms over units. Empty, with its columns, if no two arms are comparable.
     """
     finished = [run for run in runs if run.finished]
     rows = [
@@ -42,19 +41,20 @@ def effect_table(runs: Sequence[Run]) -> pd.DataFrame:
 
 def _rows(scope: str, contrast: OwnContrast) -> Iterator[dict[str, Any]]:
     first, second = contrast.treated.by_cell, contrast.control.by_cell
-    common = sorted(first.keys() & second.keys())
+    common = common_cells(first, second)
     mixed = bool(mixed_machines([{cell: arm[cell] for cell in common} for arm in (first, second)]))
     for one in HEADLINES:
-        found = paired(first, second, common, one.kind, one.metric)
-        if found is None:
+        whole = (found := compared(first, second, one)).difference
+        if whole is None:
             continue
-        ends = (found.low, found.high) if found.has_interval else (math.nan, math.nan)
-        numbers = {"effect": found.value, "low": ends[0], "high": ends[1], "n": found.n}
+        ends = (whole.low, whole.high) if whole.has_interval else (math.nan, math.nan)
+        numbers = {"effect": whole.value, "low": ends[0], "high": ends[1], "n": whole.n}
         yield {
             **{"scope": scope, "factor": contrast.factor, "contrast": contrast.label, "where": contrast.where},
             **{"number": one.title, "metric": one.metric, **numbers, "pairs": len(common)},
             "unit": "base" if len({base for base, _ in common}) > 1 else "seed",
             "margin": one.margin or math.nan,
-            "word": of_interval(found, one.margin).of_pair,
+            "word": found.state.of_pair,
+            "correlation": found.correlation,
             "mixed_machines": mixed,
         }

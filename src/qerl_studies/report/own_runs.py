@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
-from qerl_core.statistics import Estimate
-from qerl_studies.effects.state import of_interval
-from qerl_studies.figures.headline import HEADLINES, Headline, mean_of, paired, value_of
+from qerl_studies.figures.headline import HEADLINES, Compared, Headline, common_cells, compared
 from qerl_studies.figures.style import FORMAT_COLORS, OTHER_COLORS, color
 from qerl_studies.report.axes import AXES, axis_of
 from qerl_studies.report.curve_drawing import DrawnArm, draw
@@ -67,14 +65,12 @@ def drawn_arms(settings: Sequence[Setting]) -> list[DrawnArm]:
 
 def _levels(arm: DrawnArm, shown: Sequence[Headline]) -> list[str]:
     cells = {run.cell: run for run in arm.runs}
-    means = [mean_of(cells, lambda run, one=one: value_of(run, one.kind, one.metric)) for one in shown]
-    return [f"{mean:{one.form}}" if math.isfinite(mean) else "-" for one, mean in zip(shown, means, strict=True)]
+    return [one.text(one.mean(cells)) for one in shown]
 
 
 def _contrast(contrast: OwnContrast, shown: Sequence[Headline]) -> dict[str, Any]:
     first, second = contrast.treated.by_cell, contrast.control.by_cell
-    common = sorted(first.keys() & second.keys())
-    differences = [paired(first, second, common, one.kind, one.metric) for one in shown]
+    common = common_cells(first, second)
     arms = (contrast.treated, contrast.control)
     found = {key: [str(axis_of(arm.runs[0].config_items, key)) for arm in arms] for key in AXES.values()}
     return {
@@ -84,15 +80,14 @@ def _contrast(contrast: OwnContrast, shown: Sequence[Headline]) -> dict[str, Any
         "pairs": len(common),
         "mixed": any(first[cell].block != second[cell].block for cell in common),
         "axes": {axis: [*dict.fromkeys(found[key])] for axis, key in AXES.items()},
-        "cells": [_cell(one, difference) for one, difference in zip(shown, differences, strict=True)],
+        "cells": [_cell(compared(first, second, one)) for one in shown],
     }
 
 
-def _cell(headline: Headline, difference: Estimate | None) -> tuple[str, str]:
+def _cell(found: Compared) -> tuple[str, str]:
     """The difference with its interval, and what the interval leaves."""
-    if difference is None:
+    if found.difference is None:
         return "-", ""
-    scale, digits = (100, 1) if "%" in headline.form else (1, 3)
-    value, low, high = (f"{scale * end:+.{digits}f}" for end in (difference.value, difference.low, difference.high))
-    text = f"{value} [{low}, {high}]" if difference.has_interval else value
-    return text, of_interval(difference, headline.margin).of_pair
+    scale, digits = (100, 1) if "%" in found.number.form else (1, 3)
+    together = "" if math.isnan(found.correlation) else f", correlation {found.correlation:+.2f}"
+    return found.difference.text(lambda end: f"{scale * end:+.{digits}f}"), found.state.of_pair + together

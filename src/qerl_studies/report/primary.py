@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qerl_studies.claims.primary import Looked, Together, level_of, look, together
+from qerl_studies.claims.primary import Looked, Together, look, together
 from qerl_studies.design.looks import counted, looks_reached
 from qerl_studies.design.primary import MEASURES, Primary
 from qerl_studies.design.sessions import Sessions
@@ -45,7 +45,7 @@ def primary_page(study: Sessions) -> str:
             [
                 f"{one.name}: {' - '.join(primary.contrasts[one.name])}",
                 measure.text(one.over_bases.value),
-                *(measure.interval_text(found.low, found.high) for found in (one.over_bases, one.over_questions)),
+                *(measure.interval_text(found.low, found.high) for found in (one.effect.fixed, one.effect.whole)),
                 measure.interval_text(*one.over_bases.ends(level)),
                 f"{one.p:.3f}",
                 measure.size_text(one.over_bases.detectable(level / 2, POWER)),
@@ -58,7 +58,7 @@ def primary_page(study: Sessions) -> str:
             f"## {count} bases, level {level:g}",
             markdown_table(heads, lines),
             _without_pairs(primary, count, looked),
-            f"Bases {', '.join(map(str, sorted(have.bases[:count])))}. {_levels(study, primary, have.bases[:count])}",
+            f"Bases {', '.join(map(str, sorted(have.bases[:count])))}. {_levels(primary, looked)}",
         ]
     if reached and (several := together(study)):
         parts += ["## All studies of this protocol", _of_several(primary, several)]
@@ -78,7 +78,7 @@ def _without_pairs(primary: Primary, count: int, looked: Sequence[Looked]) -> st
             f"{one.by_runs.df:.0f}, in pairs {one.over_bases.df:.0f}",
             f"{one.p_by_runs:.3f}",
             one.state_by_runs.word if one.by_runs.has_interval else "-",
-            f"{one.correlation:+.2f}",
+            f"{one.effect.correlation:+.2f}",
         ]
         for one in looked
     ]
@@ -105,7 +105,7 @@ def _of_several(primary: Primary, several: Sequence[Together]) -> str:
     return markdown_table(heads, lines)
 
 
-def _levels(study: Sessions, primary: Primary, bases: Sequence[int]) -> str:
-    measure = MEASURES[primary.measure]
-    levels = {arm: level_of(study, primary, arm, bases) for arm in primary.arms}
-    return f"Levels: {', '.join(f'{arm} {measure.level_text(level)}' for arm, level in levels.items())}."
+def _levels(primary: Primary, looked: Sequence[Looked]) -> str:
+    show = MEASURES[primary.measure].level_text
+    levels = dict(pair for one in looked for pair in zip(primary.contrasts[one.name], one.effect.levels, strict=True))
+    return f"Levels: {', '.join(f'{arm} {show(level)}' for arm, level in levels.items())}."

@@ -8,28 +8,26 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from qerl_core.statistics import Estimate, mean_ci
+from qerl_core.statistics import Estimate
 from qerl_studies.figures.probe import ProbePanel, Shown, in_panels
 from qerl_studies.probes.numbers import PARTS
 from qerl_studies.probes.over_units import (
+    Number,
     Record,
-    accuracy_gap,
     by_scale,
     detailed,
     dose,
     entropy_at,
     entropy_of_part,
     formats_of,
-    gap_of,
     groups,
     kl,
-    log_dose,
-    log_ratio,
+    log_over,
     mean_accuracy,
     mean_of,
     measured_in,
+    minus,
     pass_k,
-    ratio_of,
     right_at,
     share_at,
     without_error,
@@ -64,7 +62,7 @@ def markdown(probes: Sequence[Record]) -> str | None:
 def accuracies(units: Sequence[Record]) -> str:
     heads = ["quant", "units", "temperature", "right", "difference", "lenient", "difference", "answer found", "cut off"]
     heads += ["tokens"]
-    lines = []
+    lines, first = [], formats_of(units)[0]
     for quant in formats_of(units):
         having = measured_in(quant, units)
         for at in having[0]["formats"][quant]["temperatures"]:
@@ -73,11 +71,10 @@ def accuracies(units: Sequence[Record]) -> str:
             )
             cells = [quant, str(len(having)), at]
             for column in ("correct", "lenient"):
+                gap = mean_of(units, quant, minus(first, right_at(at, column)))
                 cells += [
                     points(mean_accuracy(units, quant, at, column), 1),
-                    points(accuracy_gap(units, quant, at, column), 1, signed=True)
-                    if quant != formats_of(units)[0]
-                    else "",
+                    points(gap, 1, signed=True) if quant != first else "",
                 ]
             lines.append([*cells, f"{found:.0%}", f"{1 - finished:.1%}", f"{tokens:.0f}"])
     return markdown_table(heads, lines)
@@ -99,7 +96,11 @@ def entropies(units: Sequence[Record]) -> str:
     levels = [f"{mean_of(units, first, entropy_at(at)).value:.4f}" for at in temperatures]
     lines = [[first, *levels, *_kls(units, first)]]
     lines += [
-        [quant, *(times(log_ratio(units, quant, entropy_at(at))) for at in temperatures), *_kls(units, quant)]
+        [
+            quant,
+            *(times(mean_of(units, quant, log_over(first, entropy_at(at)))) for at in temperatures),
+            *_kls(units, quant),
+        ]
         for quant in others
     ]
     return markdown_table(heads, lines)
@@ -110,7 +111,8 @@ def by_part(units: Sequence[Record]) -> str:
     first, *others = formats_of(units)
     lines = [[first, *(f"{mean_of(units, first, entropy_of_part(part)).value:.4f}" for part in range(PARTS))]]
     lines += [
-        [quant, *(times(log_ratio(units, quant, entropy_of_part(part))) for part in range(PARTS))] for quant in others
+        [quant, *(times(mean_of(units, quant, log_over(first, entropy_of_part(part)))) for part in range(PARTS))]
+        for quant in others
     ]
     return markdown_table(["quant", *(f"tenth {part + 1}" for part in range(PARTS))], lines)
 
@@ -121,7 +123,7 @@ def noise(units: Sequence[Record]) -> str:
         [
             quant,
             f"{one['sigma']:g}",
-            times(log_dose(units, quant, at)),
+            times(mean_of(units, quant, dose(at, "entropy"))),
             bracketed(mean_of(units, quant, dose(at, "kl")), "{:.4f}"),
             points(mean_of(units, quant, dose(at, "accuracy")), 1, signed=True),
         ]
@@ -156,19 +158,17 @@ def extrapolations(probes: Sequence[Record]) -> str | None:
     first, *others = formats_of(units)
     temperatures = [*units[0]["formats"][first]["temperatures"]]
     entropy, signed = entropy_at("1"), partial(points, digits=1, signed=True)
-    rows: list[tuple[str, str, Callable[[Record], float], Callable[[Estimate], str]]] = []
-    rows += [(first, "entropy at 1", lambda one: entropy(one, first), partial(bracketed, form="{:.3f}"))]
-    rows += [
-        (first, f"right at {at}", right_at(first, at, "correct"), partial(points, digits=1)) for at in temperatures
-    ]
+    rows: list[tuple[str, str, Number, Callable[[Estimate], str]]] = []
+    rows += [(first, "entropy at 1", entropy, partial(bracketed, form="{:.3f}"))]
+    rows += [(first, f"right at {at}", right_at(at), partial(points, digits=1)) for at in temperatures]
     for quant in others:
-        rows += [(quant, "entropy ratio at 1", ratio_of(quant, first, entropy), times)]
-        rows += [(quant, f"right at {at}", gap_of(quant, first, at, "correct"), signed) for at in temperatures]
+        rows += [(quant, "entropy ratio at 1", log_over(first, entropy), times)]
+        rows += [(quant, f"right at {at}", minus(first, right_at(at)), signed) for at in temperatures]
     lines: list[list[str]] = []
     names: list[str] = []
     for quant, name, number, told in rows:
-        by_size = [mean_ci([number(one) for one in copies.values()]) for copies in scaled.values()]
-        found = without_error(scaled, number)
+        by_size = [mean_of([*copies.values()], quant, number) for copies in scaled.values()]
+        found = without_error(scaled, quant, number)
         names = [*found]
         lines.append([quant, name, *map(told, [*by_size, *found.values()])])
     copies = len(next(iter(scaled.values())))
@@ -208,10 +208,13 @@ def _of_formats(units: Sequence[Record], others: Sequence[str], note: str) -> Fi
 
 
 def format_panels(units: Sequence[Record], others: Sequence[str]) -> list[ProbePanel]:
-    temperatures = [*units[0]["formats"][formats_of(units)[0]]["temperatures"]]
-    right = {quant: [as_points(accuracy_gap(units, quant, at)) for at in temperatures] for quant in others}
+    first = formats_of(units)[0]
+    temperatures = [*units[0]["formats"][first]["temperatures"]]
+    right = {
+        quant: [as_points(mean_of(units, quant, minus(first, right_at(at)))) for at in temperatures] for quant in others
+    }
     parts = {
-        quant: [as_per_cent(log_ratio(units, quant, entropy_of_part(part))) for part in range(PARTS)]
+        quant: [as_per_cent(mean_of(units, quant, log_over(first, entropy_of_part(part)))) for part in range(PARTS)]
         for quant in others
     }
     tenths = [str(part + 1) for part in range(PARTS)]
@@ -222,10 +225,13 @@ def format_panels(units: Sequence[Record], others: Sequence[str]) -> list[ProbeP
             label="difference, %",
         ),
     ]  # fmt: skip
-    curve = units[0]["formats"][formats_of(units)[0]]["curve"]
+    curve = units[0]["formats"][first]["curve"]
     if curve and all(one["curve"] for it in units for one in it["formats"].values()):
         sizes = range(1, len(curve))
-        rises = {quant: [as_per_cent(log_dose(units, quant, at)) for at in sizes] for quant in formats_of(units)}
+        rises = {
+            quant: [as_per_cent(mean_of(units, quant, dose(at, "entropy"))) for at in sizes]
+            for quant in formats_of(units)
+        }
         falls = {
             quant: [as_points(mean_of(units, quant, dose(at, "accuracy"))) for at in sizes]
             for quant in formats_of(units)
@@ -243,14 +249,13 @@ def dither_panels(sizes: Mapping[float, Mapping[str, Record]]) -> list[ProbePane
     first, *others = formats_of([one for copies in sizes.values() for one in copies.values()])
     found = []
     for title, label, number, shown in (
-        ("entropy", "difference, %", lambda quant: ratio_of(quant, first, entropy_at("1")), as_per_cent),
-        ("right answers", "difference, points", lambda quant: gap_of(quant, first, "1", "correct"), as_points),
+        ("entropy", "difference, %", log_over(first, entropy_at("1")), as_per_cent),
+        ("right answers", "difference, points", minus(first, right_at("1")), as_points),
     ):
         lines = {}
         for quant in others:
-            of_unit = number(quant)
-            means = [mean_ci([of_unit(one) for one in copies.values()]) for copies in sizes.values()]
-            ends = without_error(sizes, of_unit)
+            means = [mean_of([*copies.values()], quant, number) for copies in sizes.values()]
+            ends = without_error(sizes, quant, number)
             lines[quant] = [shown(one) for one in (*means, *ends.values())]
         at = [*(f"{size:g}" for size in sizes), *ends]
         found.append(
@@ -274,24 +279,21 @@ def as_per_cent(estimate: Estimate) -> Shown:
 
 def times(estimate: Estimate) -> str:
     """A ratio from its logarithm."""
-    return _with_interval(estimate, lambda value: f"x{math.exp(value):.3f}", lambda value: f"{math.exp(value):.3f}")
+    return _or_dash(estimate, lambda value: f"x{math.exp(value):.3f}", lambda end: f"{math.exp(end):.3f}")
 
 
 def points(estimate: Estimate, digits: int, signed: bool = False) -> str:
     sign = "+" if signed else ""
-    return _with_interval(estimate, *(lambda value: f"{100 * value:{sign}.{digits}f}",) * 2)
+    return _or_dash(estimate, lambda value: f"{100 * value:{sign}.{digits}f}")
 
 
 def bracketed(estimate: Estimate, form: str) -> str:
-    return _with_interval(estimate, form.format, form.removeprefix("x").format)
+    return _or_dash(estimate, form.format)
 
 
-def _with_interval(estimate: Estimate, told: Callable[[float], str], end: Callable[[float], str]) -> str:
-    """The value and its interval, if anything varied; a dash for what was not measured."""
-    if math.isnan(estimate.value):
-        return "-"
-    shown = told(estimate.value)
-    return f"{shown} [{end(estimate.low)}, {end(estimate.high)}]" if estimate.has_interval else shown
+def _or_dash(estimate: Estimate, *show: Callable[[float], str]) -> str:
+    """A dash for what was not measured."""
+    return "-" if math.isnan(estimate.value) else estimate.text(*show)
 
 
 def _kls(units: Sequence[Record], quant: str) -> list[str]:

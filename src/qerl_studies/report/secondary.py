@@ -5,18 +5,17 @@ Which of these is looked at, and how often, no correction knows. Units are bases
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 import numpy as np
 import pandas as pd
 
-from qerl_core.statistics import Estimate, mean_ci
+from qerl_core.statistics import Estimate
 from qerl_studies.claims.measures import INITIAL_ENTROPY, LATE_REWARD, MEASURES, NOISY_ENTROPY, REWARD
 from qerl_studies.design.readings import by_base, gain_where_complete
 from qerl_studies.design.sessions import Sessions
-from qerl_studies.effects.estimate import correlation, least_squares
+from qerl_studies.effects.estimate import correlation, least_squares, over_known
 from qerl_studies.effects.pairs import shared
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import Measure, RunMetric, area, last_fifth_mean, late_mean, mean_between
@@ -122,5 +121,4 @@ def values_of(study: Sessions, arms: Sequence[str], measure: Measure) -> dict[st
 
 def difference(of: Mapping[str, pd.Series], pair: tuple[str, str]) -> Estimate:
     """Over the bases that both arms have; of no number without any."""
-    gaps = shared(*(of[arm] for arm in pair))
-    return mean_ci(gaps) if len(gaps) else Estimate(math.nan, math.nan, 0)
+    return over_known(shared(*(of[arm] for arm in pair)))

@@ -194,7 +194,7 @@ def _effect(
                 "in_margins": oriented * value,
                 "runs": _pair(contrast, [place[arm[base, seed].path] for arm in stratum.arms]),
             }
-            for (base, seed), value in zip(stratum.cells, comparison.by_cell, strict=True)
+            for (base, seed), value in zip(stratum.cells, comparison.effect.differences.mean().tolist(), strict=True)
         ],
     }
 

@@ -2,7 +2,8 @@
 
 Effects are in the unit of their measure, ratios as ratios; `margin` is the smallest one that matters, in the same unit.
 Studies with primary contrasts of their own have a record for each of these alone, from the last look that was reached,
-and none before the first. `questions` is the number that an interval draws, null if those that were asked are fixed.
+and none before the first. `questions` is the number that an interval draws, null if those that were asked are fixed;
+`correlation` is that of two arms over units, null of four arms and below three units.
 Left out: robustness checks, and claims without an effect.
 """
 
@@ -20,8 +21,8 @@ from qerl_core.statistics import Estimate
 from qerl_studies.claims.claim import ClaimResult, ContrastResult
 from qerl_studies.claims.estimate import Comparison
 from qerl_studies.claims.evaluate import evaluate_claims
-from qerl_studies.claims.match import all_accept
-from qerl_studies.claims.primary import differences, level_of, look
+from qerl_studies.claims.match import Stratum, all_accept
+from qerl_studies.claims.primary import look
 from qerl_studies.claims.registry import QERL, claims_of, families
 from qerl_studies.design.gates import gates, override
 from qerl_studies.design.looks import at_last_look, runs_of, with_primary
@@ -38,6 +39,7 @@ from qerl_studies.runs.measure import Measure
 from qerl_studies.runs.settings import by_scope
 
 Record = dict[str, Any]
+RecordedArm = tuple[str, Any, Sequence[Run]]  # label, options, runs
 DIGITS = 6  # significant ones
 SETTING = {  # config keys that a reader of a verdict asks for, by their names in its record
     "lr": "optim.lr",
@@ -135,8 +137,10 @@ def _records(study: str, scope: str, results: Sequence[ClaimResult]) -> Iterator
 def _record(
     study: str, scope: str, result: ClaimResult, contrast: ContrastResult, primary: Comparison, effect: Effect
 ) -> Record:
-    claim, measure = result.claim, result.claim.measure
+    claim, stratum = result.claim, primary.stratum
     greedy = result.greedy.contrasts[result.contrasts.index(contrast)].effect if result.greedy else None
+    labels = [side.label for side in primary.contrast.arms]
+    arms = [*zip(labels, _options(stratum), [[*runs.values()] for runs in stratum.arms], strict=True)]
     return {
         "study": study,
         "scope": scope,
@@ -147,21 +151,48 @@ def _record(
         "exploratory": claim.exploratory,
         "expected": claim.expected,
         "contrast": contrast.contrast.label,
-        "measure": measure.name,
-        "unit": "ratio" if measure.ratio else measure.unit,
-        "margin": _shown(measure, measure.margin),
-        "arms": _arms(measure, primary),
-        "units": {"kind": effect.unit, "n": effect.whole.n, "seeds": effect.seeds, "questions": effect.questions},
-        **_estimate(measure, effect.whole),
-        "greedy": _estimate(measure, greedy.whole) if greedy else None,
-        "bases": _bases(measure, primary, effect),
+        **_measured(claim.measure, claim.measure.margin, arms, effect, effect.whole, effect.questions),
+        "greedy": _estimate(claim.measure, greedy.whole) if greedy else None,
+        "bases": _bases(claim.measure, arms, effect),
         "look": None,
-        "setting": setting_of(primary.stratum.runs),
+        "setting": setting_of(stratum.runs),
         "verdict": result.verdict,
         "word": result.word,
         "state": _state(result.state),
         "reason": contrast.reason or result.reason,
     }
+
+
+def _measured(
+    measure: Measure, margin: float, arms: Sequence[RecordedArm], effect: Effect, estimate: Estimate, drawn: int | None
+) -> Record:
+    """The numbers of a record; `estimate` is the one of `effect` that decides, with so many questions drawn."""
+    rows = zip(arms, effect.signs, effect.levels, strict=True)
+    return {
+        "measure": measure.name,
+        "unit": "ratio" if measure.ratio else measure.unit,
+        "margin": _shown(measure, margin),
+        "arms": [
+            {
+                "label": label,
+                "sign": sign,
+                "options": options,
+                "level": _shown(measure, level),
+                "dose": dose_of(runs),
+            }
+            for (label, options, runs), sign, level in rows
+        ],
+        "units": {"kind": effect.unit, "n": estimate.n, "seeds": effect.seeds, "questions": drawn},
+        "correlation": None if math.isnan(effect.correlation) else round(effect.correlation, 2),
+        **_estimate(measure, estimate),
+    }
+
+
+def _bases(measure: Measure, arms: Sequence[RecordedArm], effect: Effect) -> list[Record]:
+    """Each base, by the digest of its weights where that was recorded, with its own effect."""
+    names = dict.fromkeys(run.base for run in arms[0][-1])
+    effects = effect.by_unit.tolist() if effect.unit == "base" else [effect.whole.value]
+    return [{"base": name, "effect": _shown(measure, one)} for name, one in zip(names, effects, strict=True)]
 
 
 def setting_of(runs: Sequence[Run]) -> Record:
@@ -178,22 +209,11 @@ def _state(state: State) -> Record:
     return {"direction": state.direction, "within": state.within, "untested": state.untested}
 
 
-def _arms(measure: Measure, primary: Comparison) -> list[Record]:
-    """Each arm with the options in which it differs from others, its level, and the size of its noise."""
-    stratum = primary.stratum
+def _options(stratum: Stratum) -> list[Record]:
+    """The options of each arm in which it differs from others."""
     keys = sorted({key for variant in stratum.variants for key in variant if not key.endswith("_target_")})
     differing = [key for key in keys if len({repr(variant.get(key)) for variant in stratum.variants}) > 1]
-    rows = zip(primary.contrast.arms, stratum.variants, stratum.arms, primary.levels, strict=True)
-    return [
-        {
-            "label": side.label,
-            "sign": side.sign,
-            "options": {key: variant[key] for key in differing if key in variant},
-            "level": _shown(measure, level),
-            "dose": dose_of([*runs.values()]),
-        }
-        for side, variant, runs, level in rows
-    ]
+    return [{key: variant[key] for key in differing if key in variant} for variant in stratum.variants]
 
 
 def dose_of(runs: Sequence[Run]) -> Record | None:
@@ -209,13 +229,6 @@ def dose_of(runs: Sequence[Run]) -> Record | None:
     return {name: _rounded(fmean(values)) if values else None for name, values in recorded.items()}
 
 
-def _bases(measure: Measure, primary: Comparison, effect: Effect) -> list[Record]:
-    """Each base, by the digest of its weights where that was recorded, with its own effect."""
-    names = list(dict.fromkeys(base for base, _ in primary.stratum.cells))
-    effects = effect.bases.by_base if effect.bases else (effect.whole,)
-    return [{"base": name, "effect": _shown(measure, one.value)} for name, one in zip(names, effects, strict=True)]
-
-
 def _primary_records(study: str, seen: Sessions, primary: Primary) -> Iterator[Record]:
     """The study's own contrasts, of what its last look saw."""
     measure, bases = MEASURES[primary.measure], [*seen.probes]
@@ -223,40 +236,23 @@ def _primary_records(study: str, seen: Sessions, primary: Primary) -> Iterator[R
     words = {arm.name: arm.words for arm in seen.design.arms}
     for one in look(seen, primary, len(bases)):
         pair = primary.contrasts[one.name]
-        runs = {arm: [run for base in bases for run in runs_of(seen, arm, base)] for arm in pair}
-        effects = differences(seen, primary, one.name, bases).mean(axis=0)
+        arms = [(name, words[name], [run for base in bases for run in runs_of(seen, name, base)]) for name in pair]
+        sides = [runs for *_, runs in arms]
         yield {
             "study": study,
             "scope": scope,
             "paper": None,
             "address": None,
             "claim": f"{one.name}, a primary contrast of the study",
-            "answers_to": claims_about(*runs.values()),
+            "answers_to": claims_about(*sides),
             "exploratory": False,
             "expected": "more",
             "contrast": " - ".join(pair),
-            "measure": measure.name,
-            "unit": measure.unit,
-            "margin": _rounded(measure.scale * primary.margin),
-            "arms": [
-                {
-                    "label": arm,
-                    "sign": sign,
-                    "options": words[arm],
-                    "level": _shown(measure, level_of(seen, primary, arm, bases)),
-                    "dose": dose_of(runs[arm]),
-                }
-                for arm, sign in zip(pair, (1, -1), strict=True)
-            ],
-            "units": {"kind": "base", "n": one.over_bases.n, "seeds": len(seen.design.seeds), "questions": None},
-            **_estimate(measure, one.over_bases),
+            **_measured(measure, primary.margin, arms, one.effect, one.over_bases, None),
             "greedy": None,
-            "bases": [
-                {"base": runs_of(seen, pair[0], base)[0].base, "effect": _shown(measure, float(effect))}
-                for base, effect in zip(bases, effects, strict=True)
-            ],
+            "bases": _bases(measure, arms, one.effect),
             "look": {"bases": len(bases), "level": primary.looks[len(bases)], "planned": [*primary.looks]},
-            "setting": setting_of([run for of_arm in runs.values() for run in of_arm]),
+            "setting": setting_of([run for of_arm in sides for run in of_arm]),
             "verdict": one.verdict,
             "word": one.state.word,
             "state": _state(one.state),

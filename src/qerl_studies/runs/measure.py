@@ -82,6 +82,15 @@ class Measure:
         """An effect in the unit of a figure's axis; in per cent for ratios."""
         return 100 * math.expm1(effect) if self.ratio else self.scale * effect
 
+    def ends_on_axis(self, estimate: Estimate) -> tuple[float, float, float]:
+        """Value and interval in the unit of a figure's axis."""
+        return self.on_axis(estimate.value), self.on_axis(estimate.low), self.on_axis(estimate.high)
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """The margin on a figure's axis."""
+        return self.on_axis(-self.margin), self.on_axis(self.margin)
+
     def text(self, effect: float) -> str:
         """An effect or margin, with its sign."""
         return f"×{math.exp(effect):.3f}" if self.ratio else f"{self.scale * effect:+.{2 if self.scale > 1 else 4}f}"
@@ -94,13 +103,11 @@ class Measure:
         """Effect and interval; a single seed has none, because its interval knows nothing of other seeds."""
         if estimate.has_interval and estimate.n > 1:
             return f"{self.with_interval(estimate)} {self.unit}".strip()
-        alike = "a single seed" if estimate.n == 1 else f"the same in all {estimate.n} repetitions"
-        return f"{self.text(estimate.value)} {self.unit}".strip() + f" ({alike})"
+        return f"{self.text(estimate.value)} {self.unit}".strip() + f" ({estimate.alike})"
 
     def with_interval(self, estimate: Estimate) -> str:
         """Without a unit; the value alone where nothing varied."""
-        value = self.text(estimate.value)
-        return f"{value} {self.interval_text(estimate.low, estimate.high)}" if estimate.has_interval else value
+        return estimate.text(self.text)
 
     def interval_text(self, low: float, high: float) -> str:
         return f"[{self.text(low)}, {self.text(high)}]"

@@ -15,6 +15,7 @@ import pandas as pd
 
 from qerl_core.checks import require
 from qerl_core.statistics import Estimate
+from qerl_studies.effects.estimate import slope
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.measure import final_accuracy, mean_between, training_curve
 from qerl_studies.runs.settings import group_by_setting
@@ -67,22 +68,11 @@ def trend(run: Run) -> float:
 
 
 def slope_within(x: Sequence[float], y: Sequence[float], groups: Sequence[Sequence[Hashable]]) -> Estimate:
-    """The least-squares slope of `y` over `x` (n,) beside a constant for each value of every one of `groups` (n,).
-
-    Raises ConfigError if `x` differs within no group, or no degree of freedom is left for an error.
-    """
-    constants = [
-        np.asarray([one == value for one in group], float) for group in groups for value in dict.fromkeys(group)
-    ]
-    dummies = np.stack([np.ones(len(x)), *constants], 1)
-    left = [np.asarray(column, float) for column in (x, y)]
-    share, accuracy = (column - dummies @ np.linalg.lstsq(dummies, column, rcond=None)[0] for column in left)
-    df, spread = len(x) - int(np.linalg.matrix_rank(dummies)) - 1, float(share @ share)
+    """`slope`. Raises ConfigError if `x` differs within no group, or no degree of freedom is left for an error."""
+    found = slope(x, y, groups)
     require(
-        df > 0 and spread > 1e-12,
+        found.has_interval,
         f"a slope within settings and bases needs more runs of equal settings that differ in their groups without "
         f"signal, got {len(x)} with {NO_SIGNAL} and an evaluation: add seeds or bases",
     )
-    slope = float(share @ accuracy) / spread
-    rest = accuracy - slope * share
-    return Estimate(slope, math.sqrt(float(rest @ rest) / df / spread), len(x), df)
+    return found
