@@ -14,13 +14,14 @@ import pytest
 from qerl_bench.commands import score
 from qerl_bench.config import compose, spec
 from qerl_bench.eval.base import Score, metrics_of
+from qerl_bench.eval.majority import majority
 from qerl_bench.eval.task import grade_rollouts, scores_of
 from qerl_bench.eval.validation import log_validation, metrics_of_validation
 from qerl_bench.probe.merging_cost import cost_table
 from qerl_bench.task.base import held_out
 from qerl_core.checks import ConfigError
 from qerl_core.records import Prompt, Rollout
-from qerl_core.statistics import majority, over_questions, over_samples, paired_difference, pass_at_k
+from qerl_core.statistics import over_questions, over_samples, paired_difference, pass_at_k
 from qerl_studies.probes.page import interval
 
 # --- copies: https://github.com/GanjinZero/math401-llm/issues/4 ------------------------------------------------------

@@ -10,9 +10,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from qerl_bench.eval.majority import majority
 from qerl_bench.eval.paired import gains, paired, read_samples
 from qerl_core.checks import ConfigError
-from qerl_core.statistics import majority, over_questions, over_samples, paired_difference, pass_at_k
+from qerl_core.statistics import over_questions, over_samples, paired_difference, pass_at_k
 
 # --- by hand ---
 

@@ -17,8 +17,9 @@ from scipy import stats as scipy_stats
 
 from qerl_core.checks import ConfigError
 from qerl_core.statistics import Estimate, holm, mean_ci, mean_ci_crossed
+from qerl_studies.claims.measures import steps_to_threshold
 from qerl_studies.effects.estimate import Effect
-from qerl_studies.runs.measure import area_under_curve, steps_to_threshold
+from qerl_studies.runs.measure import area_under_curve
 from qerl_studies.runs.resampling import (
     interquartile_mean,
     performance_profile,

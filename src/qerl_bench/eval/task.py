@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from qerl_bench.engine.adapter_check import check_completions
 from qerl_bench.engine.base import Sampling
 from qerl_bench.eval.base import Evaluation, Score
+from qerl_bench.eval.majority import majority
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.quant.base import KEYS_AND_VALUES
 from qerl_bench.task.base import Task, held_out
@@ -31,7 +32,7 @@ from qerl_core.checks import (
 from qerl_core.metrics.compute import mean
 from qerl_core.records import Prompt, Rollout
 from qerl_core.seeding import derive
-from qerl_core.statistics import majority, over_samples, pass_at_k
+from qerl_core.statistics import over_samples, pass_at_k
 
 if TYPE_CHECKING:
     from qerl_bench.engine.base import RolloutEngine

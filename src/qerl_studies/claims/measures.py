@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pandas as pd
 
 from qerl_core.checks import require
@@ -14,6 +15,7 @@ from qerl_studies.runs.measure import (
     Measure,
     RunMetric,
     area,
+    curve_of,
     difference,
     first_step,
     held_out,
@@ -22,9 +24,10 @@ from qerl_studies.runs.measure import (
     mean_gain,
     median_after_warmup,
     peak,
-    steps_saved,
+    training_curve,
 )
 
+WINDOW = 10  # steps in the mean that must reach a threshold
 # What a file says of a training metric: over which steps it is taken.
 OVER: dict[str, Callable[[str], RunMetric]] = {
     "first step": first_step,
@@ -51,6 +54,29 @@ def answered_once(run: Run) -> pd.Series:
     )
     assert isinstance(shares, pd.Series)
     return (shares > 0).astype(float)
+
+
+def steps_saved(run: Run, control: Run) -> float:
+    """How many steps earlier than `control` a run reaches 90 % of the reward that `control` gains.
+
+    A run that never reaches it counts as reaching it after the last step, so the difference is at most all steps.
+    """
+    rewards = training_curve(control, "reward/mean").to_numpy()
+    require(len(rewards) >= WINDOW, f"{control.name} has {len(rewards)} steps, steps saved need {WINDOW}: train longer")
+    start, end = rewards[:WINDOW].mean(), rewards[-WINDOW:].mean()
+    threshold = start + 0.9 * (end - start)
+    reached, reached_by_control = (
+        min(steps_to_threshold(*curve_of(training_curve(one, "reward/mean")), threshold, WINDOW), control.last_step + 1)
+        for one in (run, control)
+    )
+    return reached_by_control - reached
+
+
+def steps_to_threshold(steps: np.ndarray, values: np.ndarray, threshold: float, window: int) -> float:
+    """The first step at which the mean of the last `window` values reaches `threshold`; infinite if none does."""
+    means = np.convolve(values, np.ones(window) / window, mode="valid") if len(values) >= window else np.array([])
+    reached = np.flatnonzero(means >= threshold)
+    return float(steps[reached[0] + window - 1]) if len(reached) else math.inf
 
 
 # Margins of these and of ACCURACY are for figures, which are about no single claim; a claim has its own.

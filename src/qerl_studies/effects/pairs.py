@@ -44,13 +44,13 @@ def average_seeds(table: pd.DataFrame) -> pd.DataFrame:
 
 def by_unit(runs: Arm | Sequence[Run], number: Number) -> pd.Series:
     """The mean of each base over its questions and seeds; with a single base, of each seed."""
-    return pd.Series(average_seeds(by_cell(runs, number)).mean(skipna=False))
+    return average_seeds(by_cell(runs, number)).mean(skipna=False)
 
 
 def shared(treated: pd.Series, control: pd.Series) -> pd.Series:
     """The difference of two arms, each a number by unit, on the units that both have; what is NaN in one stays so."""
     both = treated.index.intersection(control.index, sort=False)
-    return treated[both] - control[both]
+    return treated.reindex(both) - control.reindex(both)
 
 
 def mean_of_runs(runs: Arm | Sequence[Run], number: Number) -> float:

@@ -102,7 +102,6 @@ def pass_at_k_curves(arms: Sequence[PlottedArm]) -> Figure:
             "one format; solid: after. Right: paired differences after training with 95% bands (Student's t, questions "
             "drawn). Grey: "
             f"±{MARGIN:g} point.",
-            correlation_note(passing(arm, 1) for arm in arms if arm.control),
         )
     return figure
 

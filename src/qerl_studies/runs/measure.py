@@ -18,7 +18,6 @@ WARM_UP = 0.1  # share of a run's steps, at its start, that timings leave out
 LATE_ANSWERS = 0.25  # share of a run's steps whose evaluations are late ones
 LATE = 0.2  # share of a run's steps that count as its end
 START_STEPS = 5  # that count as the start of a curve
-WINDOW = 10  # steps in the mean that must reach a threshold
 
 RunMetric = Callable[[Run], float]
 
@@ -132,7 +131,7 @@ def first_step(metric: str) -> RunMetric:
 
 def area(metric: str) -> RunMetric:
     """The mean height of the curve; it is larger for a run that rises earlier to the same end."""
-    return lambda run: area_under_curve(*_arrays(training_curve(run, metric)))
+    return lambda run: area_under_curve(*curve_of(training_curve(run, metric)))
 
 
 def mean_gain(metric: str) -> RunMetric:
@@ -249,23 +248,7 @@ def difference(metric: RunMetric) -> Callable[[Run, Run], float]:
     return lambda run, control: metric(run) - metric(control)
 
 
-def steps_saved(run: Run, control: Run) -> float:
-    """How many steps earlier than `control` a run reaches 90 % of the reward that `control` gains.
-
-    A run that never reaches it counts as reaching it after the last step, so the difference is at most all steps.
-    """
-    rewards = training_curve(control, "reward/mean").to_numpy()
-    require(len(rewards) >= WINDOW, f"{control.name} has {len(rewards)} steps, steps saved need {WINDOW}: train longer")
-    start, end = rewards[:WINDOW].mean(), rewards[-WINDOW:].mean()
-    threshold = start + 0.9 * (end - start)
-    reached, reached_by_control = (
-        min(steps_to_threshold(*_arrays(training_curve(one, "reward/mean")), threshold, WINDOW), control.last_step + 1)
-        for one in (run, control)
-    )
-    return reached_by_control - reached
-
-
-def _arrays(series: pd.Series) -> tuple[np.ndarray, np.ndarray]:
+def curve_of(series: pd.Series) -> tuple[np.ndarray, np.ndarray]:
     return series.index.to_numpy(), series.to_numpy()
 
 
@@ -296,10 +279,3 @@ def area_under_curve(steps: np.ndarray, values: np.ndarray) -> float:
     steps, values = steps[known], values[known]
     require(len(steps) > 0, "the area under a curve needs at least one number")
     return float(np.trapezoid(values, steps) / (steps[-1] - steps[0])) if len(steps) > 1 else float(values[0])
-
-
-def steps_to_threshold(steps: np.ndarray, values: np.ndarray, threshold: float, window: int) -> float:
-    """The first step at which the mean of the last `window` values reaches `threshold`; infinite if none does."""
-    means = np.convolve(values, np.ones(window) / window, mode="valid") if len(values) >= window else np.array([])
-    reached = np.flatnonzero(means >= threshold)
-    return float(steps[reached[0] + window - 1]) if len(reached) else math.inf
