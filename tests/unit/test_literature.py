@@ -26,7 +26,7 @@ from qerl_studies.claims.registry import QERL, claims_of, families
 from qerl_studies.commands import claims as command
 from qerl_studies.figures.forest import all_claims
 from qerl_studies.runs.comparable import load_runs
-from qerl_studies.runs.load import Run
+from qerl_studies.runs.load import Run, load_run
 from tests.run_folders import write_run
 
 ROOT = Path(__file__).parents[2]
@@ -234,7 +234,7 @@ def test_pass_at_k_counts_questions_with_any_right_answer(arm: Arm) -> None:
     questions, correct = zip(*rows, strict=True)
     table = pd.DataFrame({"mode": "sampled", "question": questions, "step": STEPS, "correct": correct})
     table.to_parquet(run.path / "samples.parquet")
-    assert answered_once(run).to_dict() == {"a": 1.0, "b": 0.0, "c": 1.0}
+    assert answered_once(load_run(run.path)).to_dict() == {"a": 1.0, "b": 0.0, "c": 1.0}
 
 
 def test_no_claim_of_qerl_counts_noise_on_adapters(arm: Arm) -> None:

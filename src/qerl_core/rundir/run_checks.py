@@ -95,10 +95,18 @@ def refuse_locked(path: Path, elsewhere: str = ELSEWHERE) -> None:
 
 
 def check_records(path: Path, otherwise: str, to_continue: bool = False) -> None:
+    """Raise ConfigError as `check_seals`, and for a finished run without one train line of each step."""
+    if check_seals(path, otherwise, to_continue):
+        steps = read_config(path / "config.yaml").get("steps")
+        check_steps(path, whole_lines(path / "metrics.jsonl"), steps, otherwise)
+
+
+def check_seals(path: Path, otherwise: str, to_continue: bool = False) -> bool:
     """Raise ConfigError, with what can be saved, if a file of the run in `path` is not as the run wrote it.
 
     Files above seals.QUICK_BYTES are compared by length only, unless an unfinished run is `to_continue`; then those
-    that are made again are left out. A run from before seals is taken as it is.
+    that are made again are left out. A run from before seals is taken as it is. Returns whether the run is finished and
+    vouches for its metrics, so that `check_steps` is due.
     """
     finished = is_finished(path)
     skip = MADE_AGAIN if to_continue and not finished else ()
@@ -110,12 +118,15 @@ def check_records(path: Path, otherwise: str, to_continue: bool = False) -> None
     if damage is not None:
         name, reason = damage
         raise ConfigError(f"{path} is damaged: {reason}. {damage_remedy(path, name, finished)}. {otherwise}")
-    if finished and "metrics.jsonl" in vouched:
-        steps = read_config(path / "config.yaml").get("steps")
-        reason = lacking_steps(path, whole_lines(path / "metrics.jsonl"), steps)
-        require(reason is None, f"{reason}. {otherwise}")
     if not vouched and not (path / SEALS).exists() and (finished or last_checkpoint(path) is not None):
         log.info("%s is a run from before seals, so damage to its files cannot be seen", path)
+    return finished and "metrics.jsonl" in vouched
+
+
+def check_steps(path: Path, records: Iterable[Mapping[str, Any]], steps: object, otherwise: str) -> None:
+    """Raise ConfigError if `records`, the lines of a finished run's metrics, lack one of the `steps` of its config."""
+    reason = lacking_steps(path, records, steps)
+    require(reason is None, f"{reason}. {otherwise}")
 
 
 def vouched_seals(path: Path) -> dict[str, Seal]:

@@ -43,20 +43,20 @@ def compare(measure: Measure, contrast: Contrast, where: Sequence[Filter], runs:
     return [_comparison(contrast, *pair, values) for pair in zip(strata, labels(strata), strict=True)]
 
 
-def _numbers(measure: Measure, runs: Sequence[Run]) -> dict[Path, pd.Series]:
+def _numbers(measure: Measure, runs: Sequence[Run]) -> dict[Path, pd.Series | float]:
     """The number of each run, or its numbers by question. One ConfigError for all runs that lack them."""
-    values: dict[Path, pd.Series] = {}
+    values: dict[Path, pd.Series | float] = {}
     errors: list[str] = []
     for run in runs:
         if run.path not in values:
             try:
-                numbers = pd.Series(measure.metric(run))
-                usable = np.isfinite(found := numbers.to_numpy(float)) & ((found > 0) | (not measure.ratio))
+                numbers = measure.metric(run)
+                usable = np.isfinite(found := np.asarray(numbers, float)) & ((found > 0) | (not measure.ratio))
                 require(bool(usable.all()), f"{run.name} has a number that cannot be compared (NaN, or 0 in a ratio)")
             except ConfigError as error:
                 errors.append(str(error))
-                numbers = pd.Series([np.nan])
-            values[run.path] = numbers.map(math.log) if measure.ratio else numbers
+                numbers = math.nan
+            values[run.path] = _log(numbers) if measure.ratio else numbers
     require(
         not errors,
         f"{measure.name} cannot be measured in {len(errors)} of these runs: {'; '.join(errors)}. Leave them out, or "
@@ -65,7 +65,11 @@ def _numbers(measure: Measure, runs: Sequence[Run]) -> dict[Path, pd.Series]:
     return values
 
 
-def _comparison(contrast: Contrast, stratum: Stratum, label: str, values: dict[Path, pd.Series]) -> Comparison:
+def _log(numbers: pd.Series | float) -> pd.Series | float:
+    return numbers.map(math.log) if isinstance(numbers, pd.Series) else math.log(numbers)
+
+
+def _comparison(contrast: Contrast, stratum: Stratum, label: str, values: dict[Path, pd.Series | float]) -> Comparison:
     if lacking := missing(contrast, stratum):
         return Comparison(contrast, stratum, label, None, f"incomplete grid, missing: {'; '.join(lacking)}")
     if mixed := stratum.mixed_machines:

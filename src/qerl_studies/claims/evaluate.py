@@ -185,9 +185,10 @@ def _why_no_comparison(
     if found := which_blocked(contrast, (*claim.where, *claim.primary), stopped):
         why, counts = found
         return "not testable here" if counts else "incomplete", why
+    settings = {id(run.config_items): run.config_items for run in eligible}.values()
     none_of = [
         side.label for side in contrast.arms
-        if not any(all_accept((*claim.where, *side.where), run.config_items) for run in eligible)
+        if not any(all_accept((*claim.where, *side.where), items) for items in settings)
     ]  # fmt: skip
     some = contrast.votes and 0 < len(none_of) < len(contrast.arms)
     return "incomplete", f"{NO_RUNS} of {' and '.join(none_of)}" if some else NO_RUNS

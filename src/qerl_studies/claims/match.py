@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -107,7 +108,7 @@ class Stratum:
     variants: tuple[Items, ...]
     arms: tuple[dict[Cell, Run], ...]
 
-    @property
+    @cached_property
     def cells(self) -> list[Cell]:
         """The bases and seeds of all arms, sorted."""
         return sorted({cell for arm in self.arms for cell in arm})
@@ -251,7 +252,7 @@ def _implies(name: str, key: str, described: Sequence[Items]) -> bool:
 
 def missing(contrast: Contrast, stratum: Stratum) -> list[str]:
     """The runs that each arm lacks of a full grid of all bases and all seeds, one text for each arm and base."""
-    grid = {base: {seed for _, seed in stratum.cells} for base, _ in stratum.cells}
+    grid = dict.fromkeys((base for base, _ in stratum.cells), {seed for _, seed in stratum.cells})
     pairs = zip(contrast.arms, stratum.arms, strict=True)
     return [text for arm, runs in pairs for text in missing_runs(arm.label, runs, grid)]
 

@@ -25,12 +25,15 @@ def arm_of(runs: Arm | Sequence[Run]) -> Arm:
 
 def by_cell(runs: Arm | Sequence[Run], number: Number) -> pd.DataFrame:
     """The numbers of each run, a column per cell; rows are the steps or questions that all runs have."""
-    return _table({cell: pd.Series(number(run)) for cell, run in arm_of(runs).items()})
+    return _table({cell: number(run) for cell, run in arm_of(runs).items()})
 
 
-def _table(columns: Mapping[tuple[Any, int], pd.Series]) -> pd.DataFrame:
-    table = pd.concat(columns.values(), axis=1, join="inner")
-    table.columns = pd.MultiIndex.from_tuples(columns, names=["base", "seed"])
+def _table(columns: Mapping[tuple[Any, int], pd.Series | float]) -> pd.DataFrame:
+    heads = pd.MultiIndex.from_tuples(columns, names=["base", "seed"])
+    if not any(isinstance(one, pd.Series) for one in columns.values()):
+        return pd.DataFrame([[*columns.values()]], columns=heads)
+    table = pd.concat([*map(pd.Series, columns.values())], axis=1, join="inner")
+    table.columns = heads
     return table
 
 
@@ -81,16 +84,17 @@ def paired(
     names = " and ".join(next(iter(arm.values())).name for arm in of_arms)
     unpaired = sorted({cell for arm in of_arms for cell in first.keys() ^ arm.keys()})
     require(not unpaired, f"{names} do not have the same bases and seeds: not all have {unpaired}")
-    mixed = mixed_machines(of_arms)
+    mixed = [] if any_machine else mixed_machines(of_arms)
     require(
-        any_machine or not mixed,
+        not mixed,
         f"{names} ran on different machines or library versions ({'; '.join(mixed)}), so other causes may add to their "
         "difference: run all on one",
     )
-    numbers = [{cell: pd.Series(number(arm[cell])) for cell in first} for arm in of_arms]
+    numbers = [{cell: number(arm[cell]) for cell in first} for arm in of_arms]
     tables = [_table(columns) for columns in numbers]
     rows = reduce(pd.Index.intersection, [table.index for table in tables])
-    if not by_step and any(len(one) > len(rows) for columns in numbers for one in columns.values()):
+    series = [one for columns in numbers for one in columns.values() if isinstance(one, pd.Series)]
+    if not by_step and any(len(one) > len(rows) for one in series):
         asked = ", ".join(sorted({run.name for arm in of_arms for run in arm.values()}))
         raise ConfigError(f"these runs were asked different questions: {asked}")
     return [table.loc[rows] for table in tables]

@@ -19,7 +19,7 @@ from qerl_studies.effects.estimate import Effect, effect_of
 from qerl_studies.effects.pairs import average_seeds, by_cell, mean_of_runs, paired
 from qerl_studies.effects.state import State, of_interval
 from qerl_studies.runs.load import Cell, Run
-from qerl_studies.runs.measure import last_fifth_mean
+from qerl_studies.runs.measure import mean_of_last_fifth
 
 Arm = Mapping[Cell, Run]
 COLUMNS = {"accuracy": "correct", "lenient": "lenient"}  # of answers, by what evaluations call their means
@@ -38,10 +38,11 @@ class Headline:
 
     def of(self, run: Run) -> float:
         """The number of a run; NaN if it has none."""
-        series = run.series(self.kind, self.metric).dropna()
-        if series.empty:
+        values = run.numbers(self.kind, self.metric)
+        known = values[~np.isnan(values)]
+        if not len(known):
             return math.nan
-        return last_fifth_mean(self.metric)(run) if self.kind == "train" else float(series.iloc[-1])
+        return mean_of_last_fifth(values) if self.kind == "train" else float(known[-1])
 
     def mean(self, arm: Arm) -> float:
         """Over bases, or over the seeds of one; the runs without the number are left out, NaN if all are."""
@@ -75,8 +76,7 @@ def headlines_of(
 
 def written_by(runs: Sequence[Run]) -> set[tuple[str, str]]:
     """Kind and name of each number that any of the runs wrote."""
-    pairs = (run.metrics[["kind", "metric"]].drop_duplicates().astype(str) for run in runs)
-    return {(kind, name) for table in pairs for kind, name in table.itertuples(index=False)}
+    return {pair for run in runs for pair in run.written}
 
 
 @dataclass(frozen=True)

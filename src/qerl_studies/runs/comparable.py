@@ -25,16 +25,20 @@ def check_comparable(runs: Sequence[Run], mixed_code: bool) -> None:
     by_code: dict[str, list[str]] = {}
     by_own_code: dict[str, dict[str, list[str]]] = {}
     by_definition: dict[str, dict[str, list[str]]] = {}
+    by_definitions: dict[int, tuple[dict[str, str], list[str]]] = {}  # of all metrics, which runs share
     for run in runs:
         by_name.setdefault(run.name, []).append(run)
         for code in () if is_reported(run.environment) else codes_of(run.environment):
             by_code.setdefault(code, []).append(run.name)
-        for metric, definition in run.environment.get("metrics", {}).items():
-            by_definition.setdefault(metric, {}).setdefault(definition, []).append(run.name)
+        of_all = run.environment.get("metrics", {})
+        by_definitions.setdefault(id(of_all), (of_all, []))[1].append(run.name)
         for attempt in attempts_of(run.environment):
             for file, version in (attempt.get("own_code") or {}).items():
                 names = by_own_code.setdefault(file, {}).setdefault(version[:12], [])
                 names += [] if run.name in names else [run.name]
+    for of_all, names in by_definitions.values():
+        for metric, definition in of_all.items():
+            by_definition.setdefault(metric, {}).setdefault(definition, []).extend(names)
     for name, group in by_name.items():
         folders = " and ".join(str(run.path) for run in group)
         require(len(group) == 1, f"the run {name} was found twice, in {folders}: pass only one of them")

@@ -7,7 +7,8 @@ folder names or log text, and no service is asked. Left out: rollouts.jsonl, whi
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,16 +18,13 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from qerl_core.checks import require
+from qerl_core.checks import ConfigError, require
 from qerl_core.options.fingerprint import canonical, fingerprint, flat, scientific
-from qerl_core.rundir.checkpoints import is_finished
-from qerl_core.rundir.checksums import DONE
-from qerl_core.rundir.read_files import read_config, read_object, read_table
-from qerl_core.rundir.recorded_types import RESULT, require_config, require_environment, require_kinds
-from qerl_core.rundir.run_checks import check_records, damage_remedy
 from qerl_studies.runs import parse
+from qerl_studies.runs.answers import CountedAnswers, counted, read_answers
 from qerl_studies.runs.committed import LATER, TEXT, find_study
 from qerl_studies.runs.environments import block_of, codes_of, device_of
+from qerl_studies.runs.folder import held, read_folder
 
 Cell = tuple[str, int]  # base model and seed: runs of different settings are compared within a cell
 
@@ -36,7 +34,7 @@ BASE_KEYS = frozenset(
     {"model.seed", "model.dither", "aqn.sigma_of_base"}
 )  # config keys that select the base model, or belong to it
 PLACE_KEYS = frozenset({"model.id", "model.revision"})  # where it came from, which its digest makes irrelevant
-OUT = "Leave the run out"
+NOWHERE = (np.zeros(0, np.intp), pd.Index(np.zeros(0, np.int64)))
 MEASURED = ("kind", "step", "metric", "value")
 NUMERIC = dict.fromkeys(("lora_rank", "seed", "step"), "int64") | {
     "lr": "float64",
@@ -53,7 +51,8 @@ class Run:
 
     A null in metrics.jsonl stands for a non-finite number and is a row with value NaN; a number that was never written
     has no row. The time of a line, in unix seconds, is the metric `time`. `done` is empty while the run is unfinished,
-    and `environment`, the content of env.json, is empty without that file.
+    and has neither seals nor the last numbers again; `environment`, the content of env.json, is empty without that
+    file. Runs share the parts of both and of `config` that are equal: do not change them.
 
     A run of a committed study has the path STUDY/NAME, which need not exist, the metrics that were kept, and its
     answers in `kept_answers`: mode, question, step, correct, samples, and of newer ones lenient, finished, tokens.
@@ -106,10 +105,10 @@ class Run:
         made["task"] = self.option("task.name")
         return f"{self.option('model.name')}: {', '.join(f'{key}={value}' for key, value in made.items())}"
 
-    @property
+    @cached_property
     def block(self) -> str:
         """Machine and library versions, which can change numbers, as far as they were recorded."""
-        return block_of(self.environment)
+        return sys.intern(block_of(self.environment))
 
     @cached_property
     def cell(self) -> Cell:
@@ -124,10 +123,9 @@ class Run:
         """The value of a dotted config key; ConfigError if config.yaml has no such key."""
         value: Any = self.config
         for part in key.split("."):
-            require(
-                isinstance(value, dict) and part in value,
-                f"{self.path / 'config.yaml'} has no key {key}: it must be the resolved config of a run, complete",
-            )
+            if not isinstance(value, dict) or part not in value:
+                where = self.path / "config.yaml"
+                raise ConfigError(f"{where} has no key {key}: it must be the resolved config of a run, complete")
             value = value[part]
         return value
 
@@ -157,7 +155,7 @@ class Run:
         """The part of the config that decides numbers, with dotted keys, and the device; without base and seed."""
         items = flat(scientific(self.config))
         base_keys = BASE_KEYS | (PLACE_KEYS if self.environment.get("base") else frozenset())
-        return {key: value for key, value in items.items() if key not in base_keys} | {"device": self.device}
+        return held({key: value for key, value in items.items() if key not in base_keys} | {"device": self.device})
 
     @cached_property
     def setting_items(self) -> frozenset[tuple[str, str]]:
@@ -167,25 +165,29 @@ class Run:
 
     def records(self, kind: str, metric: str) -> bool:
         """Whether the metric was ever written."""
-        return (kind, metric) in self._rows
+        return (kind, metric) in self._places
 
     def series(self, kind: str, metric: str) -> pd.Series:
-        """One metric indexed by step, in order of steps; empty if it was never written. Made once: do not change it."""
-        if (kind, metric) not in self._series:
-            rows = self._rows.get((kind, metric), [])
-            values, steps = (self.metrics[column].to_numpy()[rows] for column in ("value", "step"))
-            order = np.argsort(steps, kind="stable")
-            self._series[kind, metric] = pd.Series(values[order], index=steps[order], name=metric)
-        return self._series[kind, metric]
+        """One metric indexed by step, in order of steps; empty if it was never written."""
+        rows, steps = self._places.get((kind, metric), NOWHERE)
+        return pd.Series(self._values[rows], index=steps, name=metric)
+
+    def numbers(self, kind: str, metric: str) -> np.ndarray:
+        """The values of `series`."""
+        return self._values[self._places.get((kind, metric), NOWHERE)[0]]
+
+    @property
+    def written(self) -> Iterable[tuple[str, str]]:
+        """Kind and name of each metric."""
+        return self._places.keys()
 
     @cached_property
-    def _series(self) -> dict[tuple[str, str], pd.Series]:
-        return {}
+    def _values(self) -> np.ndarray:
+        return self.metrics["value"].to_numpy()
 
     @cached_property
-    def _rows(self) -> dict[Any, np.ndarray]:
-        """The row numbers of each metric."""
-        return self.metrics.groupby(["kind", "metric"], observed=True, sort=False).indices
+    def _places(self) -> parse.Places:
+        return parse.places_of(self.metrics)
 
     def answers(self, mode: str, column: str = "correct") -> pd.DataFrame:
         """Share of correct answers to each held-out question, sorted: index question, a column for each evaluated step.
@@ -194,33 +196,30 @@ class Run:
         Raises ConfigError if answers were not kept, or if none are of this mode or have that column.
         """
         where = self.path / "samples.parquet"
-        rows = self._shares
+        found = self.counted
         require(
-            rows is not None,
+            found is not None,
             f"the held-out answers of {self.name} were not kept: {where} is missing (or, in a committed study, its "
             "rows of answers.parquet). Run it with eval=task",
         )
-        assert rows is not None
-        require(mode in rows, f"{where} has no answers with mode={mode}: leave the run out, or run it again")
-        require(column in {"correct", *LATER} & {*rows[mode]}, f"{where} does not say of its answers: {column}")
-        if (mode, column) not in self._answers:  # reports ask for it in many ways
-            self._answers[mode, column] = rows[mode].pivot(index="question", columns="step", values=column)
-        return self._answers[mode, column]
+        assert found is not None
+        modes = found.asked.places
+        require(mode in modes, f"{where} has no answers with mode={mode}: leave the run out, or run it again")
+        known = {"correct", *LATER} & {*found.counts}
+        require(column in known, f"{where} does not say of its answers: {column}")
+        return found.shares(mode, column)
 
     @cached_property
-    def _answers(self) -> dict[tuple[str, str], pd.DataFrame]:
-        return {}
+    def counted(self) -> CountedAnswers | None:
+        """What `answer_counts` returns, in few bytes."""
+        if self.kept_answers is not None:
+            return counted(self.kept_answers)
+        path = self.path / "samples.parquet"
+        return read_answers(path) if path.is_file() else None
 
-    @cached_property
-    def _shares(self) -> dict[str, pd.DataFrame] | None:
-        """By mode the columns question, step, correct and those of LATER that say it of all answers, as shares and
-        means."""
-        rows = self.answer_counts()
-        if rows is None:
-            return None
-        columns = ["correct", *(name for name in LATER if name in rows and bool(rows[name].notna().all()))]
-        shares = rows[["mode", "question", "step"]].assign(**{name: rows[name] / rows["samples"] for name in columns})
-        return {str(mode): of_mode for mode, of_mode in shares.groupby("mode", observed=True)}
+    def has_answers(self) -> bool:
+        """Whether answers were kept. Raises ConfigError if samples.parquet lacks a column."""
+        return self.counted is not None
 
     def answer_counts(self) -> pd.DataFrame | None:
         """Columns mode, question, step, correct and samples, both counts; None if no answers were kept.
@@ -228,15 +227,9 @@ class Run:
         And, where they were measured, the counts lenient and finished, and the sum of tokens. Raises ConfigError if
         samples.parquet lacks a column.
         """
-        path = self.path / "samples.parquet"
-        if self.kept_answers is not None or not path.is_file():
+        if self.kept_answers is not None or self.counted is None:
             return self.kept_answers
-        rows = read_table(path, ["mode", "question", "step", "correct"], optional=LATER)
-        more = [name for name in LATER if name in rows and bool(rows[name].notna().all())]
-        rows = rows.astype(dict.fromkeys(("correct", *more), "int64"))
-        grouped = rows.groupby(["mode", "question", "step"])
-        sums = {name: (name, "sum") for name in more}
-        return grouped.agg(correct=("correct", "sum"), samples=("correct", "count"), **sums).reset_index()
+        return self.counted.table()
 
 
 def noise_of(items: Mapping[str, Any]) -> str:
@@ -264,31 +257,7 @@ def load_run(path: str | os.PathLike[str], metrics: bool = True) -> Run:
             metrics=study.metrics[name] if metrics and name in study.metrics else parse.long_table({}, {}),
             kept_answers=study.answers.get(name),
         )
-    for name in ("config.yaml", "metrics.jsonl"):
-        require((path / name).is_file(), f"{path} is not a run directory: it has no {name}")
-    finished = is_finished(path)
-    if metrics:
-        check_records(path, "Or leave the run out")
-    config, environment, done = (
-        read_config(path / "config.yaml"),
-        *(_object(path, name, finished) for name in ("env.json", DONE)),
-    )
-    require_config(str(path / "config.yaml"), config, OUT)
-    require_environment(str(path / "env.json"), environment, OUT)
-    require_kinds(str(path / DONE), done, RESULT, OUT)
-    return Run(
-        path=path,
-        config=config,
-        environment=environment,
-        finished=finished,
-        done=done,
-        metrics=parse.read_metrics(path / "metrics.jsonl", finished) if metrics else parse.long_table({}, {}),
-    )
-
-
-def _object(run: Path, name: str, finished: bool) -> dict[str, Any]:
-    """The object in a JSON file of a run; empty without the file."""
-    return read_object(run / name, damage_remedy(run, name, finished)) if (run / name).is_file() else {}
+    return Run(path, *read_folder(path, metrics))
 
 
 def tidy_rows(run: Run) -> pa.Table:

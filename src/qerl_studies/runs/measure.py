@@ -142,11 +142,12 @@ def mean_gain(metric: str) -> RunMetric:
 def last_fifth_mean(metric: str) -> RunMetric:
     """The mean over the last fifth of the steps."""
 
-    def of_run(run: Run) -> float:
-        values = training_curve(run, metric)
-        return float(np.nanmean(values.iloc[-max(1, round(LATE * len(values))) :]))
+    return lambda run: mean_of_last_fifth(training_curve(run, metric).to_numpy())
 
-    return of_run
+
+def mean_of_last_fifth(values: np.ndarray) -> float:
+    """Of the numbers of all steps."""
+    return float(np.nanmean(values[-max(1, round(LATE * len(values))) :]))
 
 
 def mean_between(metric: str, start: float, end: float) -> RunMetric:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,12 @@ REMEDY = "Repair or remove this line, or leave the run out"
 MAX_NAMES = 3  # in a message
 
 
-def read_metrics(path: Path, finished: bool) -> pd.DataFrame:
-    """The long table of metrics.jsonl: kind, step, metric, value.
+Steps = dict[tuple[str, ...], list[int]]  # by (kind, *metrics) those of the lines, in their order
+Values = dict[tuple[str, ...], list[list[float | None]]]  # and their numbers
+
+
+def read_lines(path: Path, finished: bool) -> tuple[Steps, Values]:
+    """What is in metrics.jsonl, for `long_table`.
 
     Lines with the same kind and keys form a matrix, so that no number is handled one by one. pyarrow's JSON reader is
     not used because it cannot tell a null from a key that a line does not have.
@@ -27,8 +32,8 @@ def read_metrics(path: Path, finished: bool) -> pd.DataFrame:
     lines = path.read_bytes().split(b"\n")
     decode = json.JSONDecoder().decode
     last = max((number for number, line in enumerate(lines, start=1) if line.strip()), default=0)
-    steps: dict[tuple[str, ...], list[int]] = {}
-    values: dict[tuple[str, ...], list[list[float | None]]] = {}
+    steps: Steps = {}
+    values: Values = {}
     line_of: dict[tuple[str, int], int] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -37,7 +42,7 @@ def read_metrics(path: Path, finished: bool) -> pd.DataFrame:
             record = decode(line.decode())
         except ValueError as error:
             if number == last and not finished:
-                warnings.warn(f"{path.parent}: dropped line {number}, the last, which is half-written", stacklevel=3)
+                warnings.warn(f"{path.parent}: dropped line {number}, the last, which is half-written", stacklevel=5)
                 break
             raise ConfigError(f"{path}, line {number}: not JSON ({error}). {REMEDY}") from error
         kind, step = _check_line(record, f"{path}, line {number}")
@@ -45,7 +50,7 @@ def read_metrics(path: Path, finished: bool) -> pd.DataFrame:
         require(earlier == number, f"{path}, line {number}: step {step} ({kind}) repeats line {earlier}. {REMEDY}")
         steps.setdefault((kind, *record), []).append(step)
         values.setdefault((kind, *record), []).append([*record.values()])
-    return long_table(steps, values)
+    return steps, values
 
 
 def _check_line(record: Any, where: str) -> tuple[str, int]:
@@ -61,28 +66,58 @@ def _check_line(record: Any, where: str) -> tuple[str, int]:
 
 
 def long_table(steps: Mapping[tuple[str, ...], list[int]], values: Mapping[tuple[str, ...], list[Any]]) -> pd.DataFrame:
-    """Matrices (lines, metrics) by (kind, *metrics) as one table, metric by metric, in order of first appearance."""
-    kinds = list(dict.fromkeys(kind for kind, *_ in values))
-    names = list(dict.fromkeys(name for _, *metrics in values for name in metrics))
+    """Matrices (lines, metrics) as one table, kind, step, metric, value; by metric, in order of first appearance."""
+    numbers = [np.array(rows, dtype=np.float64).ravel(order="F") for rows in values.values()]
+    value = np.concatenate([np.zeros(0), *numbers])
+    value[~np.isfinite(value)] = np.nan
+    return _written(tuple((key, *steps[key]) for key in values)).assign(value=value)
+
+
+@lru_cache(maxsize=1024)
+def _written(lines: tuple[tuple[Any, ...], ...]) -> pd.DataFrame:
+    """The table without its values, which runs of one length share: for each (kind, *metrics) that, and its steps."""
+    kinds = list(dict.fromkeys(kind for (kind, *_), *_ in lines))
+    names = list(dict.fromkeys(name for (_, *metrics), *_ in lines for name in metrics))
     code = {name: place for place, name in enumerate(names)}
-    columns: list[list[np.ndarray]] = [
-        [np.zeros(0, dtype)] for dtype in (np.int32, np.int64, np.int32, np.float64)
-    ]  # kind, step, metric, value
-    for (kind, *metrics), rows in values.items():
-        matrix = np.array(rows, dtype=np.float64).reshape(len(rows), len(metrics))
-        columns[0].append(np.full(matrix.size, kinds.index(kind), np.int32))
-        columns[1].append(np.tile(np.array(steps[(kind, *metrics)], np.int64), len(metrics)))
-        columns[2].append(np.repeat(np.array([code[name] for name in metrics], np.int32), len(rows)))
-        columns[3].append(np.where(np.isfinite(matrix), matrix, np.nan).ravel(order="F"))
-    kind_codes, step, metric_codes, value = map(np.concatenate, columns)
+    columns: list[list[np.ndarray]] = [[np.zeros(0, dtype)] for dtype in (np.int32, np.int64, np.int32)]
+    for (kind, *metrics), *steps in lines:
+        columns[0].append(np.full(len(steps) * len(metrics), kinds.index(kind), np.int32))
+        columns[1].append(np.tile(np.array(steps, np.int64), len(metrics)))
+        columns[2].append(np.repeat(np.array([code[name] for name in metrics], np.int32), len(steps)))
+    kind_codes, step, metric_codes = map(np.concatenate, columns)
     return pd.DataFrame(
         {
             "kind": pd.Categorical.from_codes(kind_codes, pd.Index(kinds, dtype="str")),
             "step": step,
             "metric": pd.Categorical.from_codes(metric_codes, pd.Index(names, dtype="str")),
-            "value": value,
         }
     )
+
+
+Places = Mapping[tuple[str, str], tuple[np.ndarray, pd.Index]]
+
+
+def places_of(metrics: pd.DataFrame) -> Places:
+    """Of each (kind, metric) in a long table its rows in the order of their steps, and these steps."""
+    coded = [pd.Categorical(metrics[name]) for name in ("kind", "metric")]
+    steps = metrics["step"].to_numpy()
+    kinds, names = (tuple(map(str, column.categories)) for column in coded)
+    codes = [column.codes.astype(np.int32).tobytes() for column in coded]
+    return _places(kinds, names, *codes, steps.dtype, steps.tobytes())
+
+
+@lru_cache(maxsize=64)
+def _places(
+    kinds: tuple[str, ...], metrics: tuple[str, ...], kind_codes: bytes, codes: bytes, dtype: np.dtype, steps: bytes
+) -> Places:
+    """`places_of`, once for all runs that have the same numbers at the same steps: they share it."""
+    pair = np.frombuffer(kind_codes, np.int32).astype(np.int64) * len(metrics) + np.frombuffer(codes, np.int32)
+    step = np.frombuffer(steps, dtype)
+    order = np.lexsort((step, pair))
+    found, starts = np.unique(pair[order], return_index=True)
+    rows = np.split(order, starts[1:])
+    keys = [(kinds[one // len(metrics)], metrics[one % len(metrics)]) for one in found.tolist()]
+    return {key: (of_key, pd.Index(step[of_key])) for key, of_key in zip(keys, rows, strict=False)}
 
 
 def first_names(names: Iterable[str]) -> str:

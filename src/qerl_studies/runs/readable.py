@@ -18,7 +18,7 @@ def whole_run(path: Path) -> Run:
     """`load_run` of a run whose options and answers can be read too. Raises ConfigError as they do."""
     run = load_run(path)
     run.identity()
-    run.answer_counts()
+    run.has_answers()
     return run
 
 
