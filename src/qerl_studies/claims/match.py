@@ -252,7 +252,8 @@ def _implies(name: str, key: str, described: Sequence[Items]) -> bool:
 
 def missing(contrast: Contrast, stratum: Stratum) -> list[str]:
     """The runs that each arm lacks of a full grid of all bases and all seeds, one text for each arm and base."""
-    grid = dict.fromkeys((base for base, _ in stratum.cells), {seed for _, seed in stratum.cells})
+    seeds = {seed for _, seed in stratum.cells}
+    grid = {base: seeds for base, _ in stratum.cells}
     pairs = zip(contrast.arms, stratum.arms, strict=True)
     return [text for arm, runs in pairs for text in missing_runs(arm.label, runs, grid)]
 

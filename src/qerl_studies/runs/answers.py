@@ -1,4 +1,4 @@
-"""CountedAnswers to held-out questions, counted. What was asked is the same in many runs and is held once, by its content."""
+"""Answers to held-out questions, counted. What was asked is the same in many runs and is held once, by its content."""
 
 from __future__ import annotations
 
