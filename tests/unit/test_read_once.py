@@ -92,7 +92,8 @@ def table(draw: np.random.Generator, **more: Any) -> pd.DataFrame:
 def test_answers_are_counted_as_pandas_does(tmp_path: Path, more: dict[str, Any]) -> None:
     samples = table(np.random.default_rng(0), **more)
     run = load_run(write_run(tmp_path / "a", SHORT, [], DONE, {}, samples))
-    names = [name for name in ("lenient", "finished", "tokens") if name in samples and samples[name].notna().all()]
+    later = [name for name in ("lenient", "finished", "tokens") if name in samples]
+    names = [name for name in later if bool(samples[name].notna().all())]
     grouped = samples.astype(dict.fromkeys(("correct", *names), "int64")).groupby(["mode", "question", "step"])
     sums = {name: (name, "sum") for name in names}
     expected = grouped.agg(correct=("correct", "sum"), samples=("correct", "count"), **sums).reset_index()
