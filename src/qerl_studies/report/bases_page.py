@@ -65,8 +65,9 @@ def bases(study: Sessions, controls: Mapping[str, Arm]) -> str:
     rows.append(["correlation of the arms", "", *together])
     note = (
         f"Per cent and points of accuracy. Left: {study.design.probe.questions} training questions before any training,"
-        " which intervals take as they are; damage is what a format costs. Right: held-out questions after training,"
-        " one sample at the temperature of the evaluation, and beside it greedy answers; the mean of seeds.\n"
+        " which intervals take as they are; damage is what a format costs. Right: held-out questions after the last"
+        " step, right in the form that the task asks for, one sample at the temperature of the"
+        " evaluation, and beside it greedy answers; the mean of seeds.\n"
     )
     return f"{markdown_table(['base', 'session', *(one.head for one in columns)], rows)}\n\n{note}"
 
