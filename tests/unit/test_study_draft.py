@@ -56,11 +56,21 @@ def test_places_of_models_and_words_with_dots_are_taken(tmp_path: Path) -> None:
 
 
 def test_time_and_spread_come_from_finished_runs(tmp_path: Path) -> None:
-    drafted(tmp_path / "q", "model=tiny", "contrast=quant=bf16,nvfp4", "minutes=600", f"runs={ASSETS}")
+    size = ("steps=10", "rollout.prompts_per_step=4", "rollout.group_size=4", "task.max_completion_tokens=48")
+    drafted(tmp_path / "q", "model=tiny", "contrast=quant=bf16,nvfp4", "minutes=600", f"runs={ASSETS}", *size)
     (sd,) = re.findall(
         r"standard deviation of (\S+) points\s+over seeds, as in the runs", (tmp_path / "q" / "protocol.md").read_text()
     )
     assert float(sd) == pytest.approx(18, abs=1)  # of two seeds with four questions
+
+
+def test_runs_of_another_size_tell_no_time(tmp_path: Path) -> None:
+    """A newcomer's two steps of 32 tokens promised 128 runs of 150 steps."""
+    words = ("model=tiny", "contrast=quant=bf16,nvfp4", "minutes=600", f"runs={ASSETS}", "rollout.prompts_per_step=4")
+    words += ("rollout.group_size=4", "task.max_completion_tokens=48", "steps=150")
+    with pytest.raises(ConfigError, match=r"\(steps=10 there, steps=150 here\).*run_minutes=MINUTES"):
+        drafted(tmp_path / "q", *words)
+    drafted(tmp_path / "q", *words, "run_minutes=3")
 
 
 @pytest.mark.parametrize(

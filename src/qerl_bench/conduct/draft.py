@@ -23,10 +23,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from qerl_bench.conduct.run_time import minutes_of
 from qerl_bench.config import build, compose
 from qerl_core.checks import ConfigError, check_fields, count, number, require
 from qerl_core.options.composer import Composer
@@ -273,13 +273,8 @@ def budget_of(options: Namespace, key: str, arms: Sequence[Mapping[str, Any]], c
     run_minutes, sd, spreads = options.run_minutes, options.sd, []
     if options.runs:
         runs = [run for run in load_runs(shown_runs(options.runs)) if run.finished]
-        walls = [run.done["wall_s"] for run in runs if "wall_s" in run.done]
-        require(
-            bool(walls),
-            f"no run in {', '.join(map(str, options.runs))} is finished, so none tells how long one takes: finish one "
-            "there, or say it in place of runs= with run_minutes=MINUTES",
-        )
-        run_minutes = run_minutes or median(walls) / 60
+        where = ", ".join(map(str, options.runs))
+        run_minutes = run_minutes or minutes_of(runs, arms, where)
         for one in own_contrasts(group_by_setting(runs)):
             effect = effect_on(one.treated.by_cell, one.control.by_cell, SAMPLED)
             if one.factor == factor_of(key) and effect and effect.fixed.has_interval:
