@@ -16,6 +16,7 @@ from qerl_bench.commands import estimate as command
 from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build
 from qerl_bench.estimate import point, words
+from qerl_bench.estimate import sizes as of_models
 from qerl_bench.estimate.cards import CARDS, card_of
 from qerl_bench.estimate.estimate import RunEstimate, checkpoint_bytes
 from qerl_bench.estimate.memory import memory
@@ -101,6 +102,21 @@ def test_sizes_are_those_of_the_model(
     assert (sizes.block_weights, sizes.embedding_weights) == (in_blocks, sum(base.values()) - in_blocks)
     trained = sum(one.numel() for one in policy.trainable)
     assert sizes.adapter_weights(experiment.lora.rank, experiment.lora.targets) == trained
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def no_answer(name: str, *_: object) -> None:
+        asked.append(name)
+        raise ConfigError(f"{name} was not found")
+
+    monkeypatch.setattr(of_models, "causal_lm_config", no_answer)
+    for quant in ("bf16", "nvfp4"):
+        tree: Any = Composer().tree(["model=hub", "model.id=nobody/asked-once", "task=arithmetic", f"quant={quant}"])
+        model = build(tree).model
+        assert "nobody/asked-once was not found" in str(sizes_of(model))
+    assert asked == ["nobody/asked-once"]
 
 
 def test_checkpoints_take_the_counted_disk(tmp_path: Path) -> None:

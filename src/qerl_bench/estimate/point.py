@@ -105,7 +105,7 @@ def prompt_tokens(experiment: Experiment, given: GivenLengths) -> tuple[float, s
     try:
         prompts = task.train_prompts(1, PROMPTS, seed=0)
     except ConfigError as error:
-        raise ConfigError(f"{error} Or say how long prompts are: prompt_tokens=N") from error
+        raise ConfigError(f"{str(error).rstrip('.')}. Or say how long prompts are: prompt_tokens=N") from error
     letters = fmean(sum(len(message["content"]) for message in prompt.messages) for prompt in prompts)
     each = 1 if isinstance(experiment.model, MadeHere) else CHARACTERS
     return letters / each, f"prompts of about {letters / each:.0f} tokens, {letters:.0f} letters"

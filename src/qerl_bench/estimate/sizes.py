@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from qerl_bench.model.base import Model
@@ -91,10 +92,22 @@ def full_config(model: Model) -> Mapping[str, Any]:
     if isinstance(model, HubModel):
         if model.gguf is not None:
             return config | {"tie_word_embeddings": HEAD not in read_header(model.gguf).tensors}
-        found: Any = causal_lm_config(model.id, model.revision, model.trust_remote_code)
-        return getattr(found, "text_config", found).to_dict()
+        found = _of_hub(model.id, model.revision, model.trust_remote_code)
+        if isinstance(found, ConfigError):
+            raise found
+        return found
     own: dict[str, Any] = {
         "vocab_size": getattr(model, "vocabulary", OWN_VOCABULARY),
         "tie_word_embeddings": getattr(model, "tied", True),
     }
     return own | config
+
+
+@cache
+def _of_hub(name: str, revision: str | None, trust_remote_code: bool) -> Mapping[str, Any] | ConfigError:
+    """The config, or why it cannot be read: a hub that does not answer is asked once, not for each point of a sweep."""
+    try:
+        found: Any = causal_lm_config(name, revision, trust_remote_code)
+    except ConfigError as error:
+        return error
+    return getattr(found, "text_config", found).to_dict()
