@@ -205,6 +205,7 @@ def _sampler(name: str, quant: str = "bf16", device: str = "cpu", dtype: torch.d
         rounding=None,
         kv=KVRounding(Kinds(), torch.device(device)),
         merging=None,
+        is_sharded=False,
         model=model,
         head=head,
         device=torch.device(device),

@@ -343,11 +343,11 @@ def test_several_bases_are_the_unit(study: Study) -> None:
         study(["quant=bf16", f"model.seed={base}"], seeds=(0, 1))
         runs = study(["quant=nvfp4", f"model.seed={base}"], seeds=(0, 1), reward=size)
     setting = only(verdicts(runs)[GROWTH]).primary
-    assert setting is not None and setting.effect is not None and setting.effect.bases is not None
-    whole, bases = setting.effect.whole, setting.effect.bases
-    assert (setting.effect.unit, whole.n, whole.df, setting.effect.seeds) == ("base", 3, 2, 2)
-    assert [base.value for base in bases.by_base] == pytest.approx([0.01, 0.05, 0.09], abs=0.004)
-    assert whole.stderr == pytest.approx(0.04 / 3**0.5, rel=0.1) and bases.between == pytest.approx(0.04, rel=0.1)
+    assert setting is not None and setting.effect is not None
+    effect, whole = setting.effect, setting.effect.whole
+    assert (effect.unit, whole.n, whole.df, effect.seeds) == ("base", 3, 2, 2)
+    assert [base.value for base in effect.by_base] == pytest.approx([0.01, 0.05, 0.09], abs=0.004)
+    assert whole.stderr == pytest.approx(0.04 / 3**0.5, rel=0.1) and effect.between == pytest.approx(0.04, rel=0.1)
     text = markdown({"tiny on arithmetic": evaluate_claims(CLAIMS, runs)}, runs)
     assert "3 bases × 2 seeds, 2 df" in text and "one more base of as many seeds: [" in text
     runs = study(["quant=bf16", "model.seed=3"], seeds=(0, 1))
@@ -690,7 +690,8 @@ def test_the_report_says_what_was_compared_and_what_to_run(study: Study, capsys:
     text = (root.parent / "out" / "claims.md").read_text()
     html = study_page("runs", runs, evaluated("runs", runs), {})
     assert "Faster reward growth than 16-bit LoRA: **supported**" in text
-    row = r"\| nvfp4 - bf16 \| all \| primary \| [^|]* \| \+0\.0[45]\d+ \[[^|]* reward \| 5 seeds, 4 df \|"
+    origin = r"5 seeds, 4 df, correlation [+-]\d\.\d\d"
+    row = rf"\| nvfp4 - bf16 \| all \| primary \| [^|]* \| \+0\.0[45]\d+ \[[^|]* reward \| {origin} \|"
     assert "tiny-nvfp4-none-grpo-r32-s{0,1,2,3,4}-" in text and "`python src/run.py experiment=tiny/ranks -m`" in text
     for claim in CLAIMS:
         assert claim.title in text and claim.reported in text and claim.source[1:] in text

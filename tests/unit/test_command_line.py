@@ -188,7 +188,7 @@ RESULTS = {
     "collect runs out=study": r"8 runs, 0 of them unfinished, \d+ numbers: study\ncost of the finished runs: .*",
     "claims runs": r"figures/claims\.md\nfigures/claims\.svg",
     "report runs": r"report/index\.html  1 study, 8 runs, 0 pages of samples",
-    "compare runs/bf16-none-* runs/nvfp4-none-*": r"[a-z_]+/[^\n]+",
+    "compare runs/bf16-none-* runs/nvfp4-none-*": r"[a-z_]+/[^\n]+\n\nwhat a number is: qerl-bench run --explain NAME",
     "publish runs out=published": r"\nNothing was sent\. To send these files: .*",
     "check published": r"published: 8 runs of 4 settings, complete",
     "matrix study": r"figures/matrix\.md",

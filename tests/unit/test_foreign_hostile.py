@@ -92,7 +92,7 @@ def test_names_with_markup_are_text_on_every_page(tmp_path: Path, capsys: pytest
         and "](javascript" not in page.replace("\\[a](javascript", "")
         and "&lt;script&gt;" in page
     )
-    assert "`" not in page and all(line.count("|") == 9 for line in page.splitlines() if "reward/mean" in line)
+    assert "`" not in page and all(line.count("|") == 10 for line in page.splitlines() if "reward/mean" in line)
     assert main(["report", str(study), f"out={tmp_path / 'pages'}"]) == 0
     html = (tmp_path / "pages" / "index.html").read_text()
     assert "<script>alert" not in html and "&lt;script&gt;alert(1)" in html

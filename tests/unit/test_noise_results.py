@@ -15,6 +15,8 @@ import pytest
 from qerl_core.checks import ConfigError
 from qerl_studies.figures.noise import (
     DIFFERENCES,
+    entropies,
+    matched_temperature,
     sigma_doses,
     sigma_effects,
     sigma_figure,
@@ -23,9 +25,6 @@ from qerl_studies.figures.noise import (
 from qerl_studies.runs.load import Run, load_run
 from qerl_studies.runs.settings import Study
 from tests.run_folders import SHORT, write_run
-from tests.scripts import script
-
-MATCH = script("analysis/match_temperature.py")
 
 
 def _run(
@@ -83,7 +82,7 @@ def table(tmp_path: Path) -> pd.DataFrame:
     runs.append(_run(tmp_path / "hot", {"name": "none"}, [_step(0.5)], "bf16", temperature=1.2))
     runs.append(_run(tmp_path / "on", {"name": "constant", "level": 1e-2}, [_step(0.31)]))
     runs.append(_run(tmp_path / "scheduled", {"name": "exp"}, [_step(9.0)]))
-    return MATCH.entropies(runs, step=1)
+    return entropies(runs, step=1)
 
 
 def test_the_table_has_one_row_for_each_run_with_a_sigma(table: pd.DataFrame) -> None:
@@ -160,8 +159,8 @@ def test_a_sweep_with_holes_or_without_a_zero_is_refused(runs: list[Run]) -> Non
 
 def test_matched_temperature_is_interpolated_and_never_extrapolated(table: pd.DataFrame) -> None:
     """BF16 has 0.3 at temperature 1 and 0.5 at 1.2: 0.312 lies 6 % of the way."""
-    assert MATCH.matched_temperature(table, "bf16", 0.312) == pytest.approx(1.012)
+    assert matched_temperature(table, "bf16", 0.312) == pytest.approx(1.012)
     with pytest.raises(ConfigError, match=r"outside of the runs without noise, 0\.3 to 0\.5"):
-        MATCH.matched_temperature(table, "bf16", 0.6)
+        matched_temperature(table, "bf16", 0.6)
     with pytest.raises(ConfigError, match="fewer than two temperatures"):
-        MATCH.matched_temperature(table, "nvfp4", 0.3)
+        matched_temperature(table, "nvfp4", 0.3)

@@ -21,7 +21,7 @@ from qerl_core.checks import ConfigError
 from qerl_core.records import Prompt, Rollout
 from qerl_studies.probes.advice import advice, learnable
 from qerl_studies.probes.numbers import PARTS, accuracy, by_part, enough_tokens, pass_at, signal
-from qerl_studies.probes.page import difference
+from qerl_studies.probes.over_units import mean_of, minus, right_at
 
 
 def rollout(question: str, sample: int, entropies: list[float], text: str = "", finished: bool = True) -> Rollout:
@@ -97,7 +97,8 @@ def test_rows_hold_every_answer_and_the_texts_of_the_first_questions(make_experi
 
 def test_differences_between_formats_are_paired_by_question() -> None:
     first, second = found([4, 0, 2], 4), found([3, 0, 1], 4)
-    gap = difference(first, second)
+    record = {"formats": {"bf16": {"temperatures": {"1": first}}, "nvfp4": {"temperatures": {"1": second}}}}
+    gap = mean_of([record], "nvfp4", minus("bf16", right_at("1")))
     assert gap.value == pytest.approx(-2 / 12) and gap.stderr < accuracy(first).stderr
 
 

@@ -132,7 +132,7 @@ def test_where_it_cannot_be_the_log_says_why(
         and "not recorded: there is no GPU" in caplog.text
     )
     seen = {"device": torch.device("cuda"), "model": policy.model, "packing": True, "experts": []}
-    seen |= {"rounding": None, "merging": None, "kv": policy.kv}
+    seen |= {"rounding": None, "merging": None, "kv": policy.kv, "is_sharded": False}
     on_gpu: Any = type("OnGpu", (), seen)()
     refused = {
         "train.recompute=full": "recompute=full",

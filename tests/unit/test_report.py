@@ -17,6 +17,7 @@ from qerl_core.process.arguments import whole
 from qerl_core.sweeps.status import Status
 from qerl_studies.commands import compare
 from qerl_studies.commands import report as command
+from qerl_studies.figures.headline import HEADLINES
 from qerl_studies.report import study_page
 from qerl_studies.report.page import embedded
 from qerl_studies.report.run_page import evenly, run_page
@@ -278,12 +279,10 @@ def test_two_runs_differ_in_an_option_and_in_numbers(root: Path, capsys: pytest.
 def test_arms_have_paired_intervals(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compare.main([f"{root}/nvfp4-none-*", f"{root}/bf16-none-*"])
     said = capsys.readouterr().out
+    (entropy,) = (one for one in HEADLINES if one.title == "entropy")
     means = {}
     for name in ("nvfp4", "bf16"):
-        means[name] = {
-            run.option("seed"): compare.value_of(run, "train", "entropy")
-            for run in load_runs(sorted(root.glob(f"{name}-none-*")))
-        }
+        means[name] = {run.option("seed"): entropy.of(run) for run in load_runs(sorted(root.glob(f"{name}-none-*")))}
     gaps = [means["nvfp4"][seed] - means["bf16"][seed] for seed in (0, 1)]
     half = 12.7062 * abs(gaps[0] - gaps[1]) / 2  # Student's t, one degree of freedom
     found = re.search(r"^entropy +\S+ +\S+ +(\S+) +\[(\S+), (\S+)\]", said, re.M)

@@ -1,4 +1,4 @@
-"""Noise of one size: its dose-response over sigma.
+"""Noise of one size: its dose-response over sigma, and the temperature that gives as much entropy.
 
 Differences are taken within a base model and a seed (paired.py), so the spread between seeds cancels.
 """
@@ -9,13 +9,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from qerl_core.checks import require
+from qerl_core.checks import ConfigError, require
 from qerl_core.statistics import mean_ci
 from qerl_studies.effects.pairs import average_seeds, by_cell, mean_of_runs
 from qerl_studies.figures.effects import PlottedArm, draw_effect, mark_notes, plotted_arm
@@ -177,3 +178,39 @@ def _draw_kl(ax: Axes, dose: NoiseLevel) -> None:
     ax.plot([dose.sigma] * len(values), values, ".", color=shade, alpha=0.45, markersize=3, label="_units")
     ax.plot(dose.sigma, mean_ci(values).value, "o", color=shade, markersize=4.5, label=f"_{dose.label}")
     ax.tick_params(axis="y", labelsize=small())
+
+
+def entropies(runs: Iterable[Run], step: int) -> pd.DataFrame:
+    """Quant, seed, sigma, temperature and the entropy at `step` of each run without noise or with constant noise."""
+    return pd.DataFrame(
+        {
+            "quant": run.option("quant.name"),
+            "seed": run.option("seed"),
+            "sigma": sigma_of(run),
+            "temperature": float(run.option("rollout.temperature")),
+            "entropy": run.series("train", "entropy").get(step, math.nan),
+        }
+        for run in with_constant_sigma(runs)
+    )
+
+
+def matched_temperature(table: pd.DataFrame, quant: str, target: float) -> float:
+    """The sampling temperature at which `quant` without noise has the entropy `target`.
+
+    The means over seeds are interpolated linearly between temperatures. Raises ConfigError if `target` is outside of
+    them.
+    """
+    rows = table[(table["quant"] == quant) & (table["sigma"] == 0)]
+    curve: Any = rows.groupby("temperature")["entropy"].mean()  # sorted by temperature
+    require(
+        len(curve) >= 2,
+        f"quant={quant} without noise has fewer than two temperatures: run more, rollout.temperature=1,1.1,1.2",
+    )
+    for (low, below), (high, above) in zip(curve.items(), list(curve.items())[1:], strict=False):
+        if min(below, above) <= target <= max(below, above):
+            share = (target - below) / (above - below) if above != below else 0.0
+            return float(low) + share * (float(high) - float(low))
+    raise ConfigError(
+        f"the entropy {target:.4g} is outside of the runs without noise, {curve.min():.4g} to {curve.max():.4g} at "
+        f"temperatures {curve.index.min():g} to {curve.index.max():g}; run further temperatures"
+    )
