@@ -16,7 +16,7 @@ REMEDY = "finish one there, or say it in place of runs= with run_minutes=MINUTES
 
 
 def size_of(tree: Mapping[str, Any]) -> dict[str, Any]:
-    config = flat(tree)
+    config = flat(dict(tree))
     return {key: config.get(key) for key in SIZE}
 
 
