@@ -177,7 +177,7 @@ def test_a_shell_whose_texts_are_not_in_utf_8_is_refused_with_the_remedy(runs: P
 
 def test_a_sweep_that_an_agent_starts_is_not_the_agents_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of its runs would go on in the record of the one before."""
-    for name in ("WANDB_SWEEP_ID", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_PROJECT"):
+    for name in ("WANDB_SWEEP_ID", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SERVICE", "WANDB_PROJECT"):
         monkeypatch.setenv(name, "x")
     show = f"import os; open({str(tmp_path / 'seen')!r}, 'w').write(' '.join(os.environ))"
     assert wait(Child([sys.executable, "-c", show])) == 0

@@ -12,12 +12,13 @@ OF_LAUNCHERS = (
     *(*PLACE, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "NODE_RANK"),
     *("WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH", "WANDB_RUN_ID", "WANDB_RESUME"),  # of the run that an agent starts
+    "WANDB_SERVICE",  # what wandb 0.31 leaves behind a run: a socket that goes with its process, and is on its machine
 )
 PREFIXES = ("TORCHELASTIC_", "PET_")  # what torchrun sets, and what it takes its own options from
 
 
 def is_of_launcher(name: str) -> bool:
-    """Whether a variable says which place a process has among others, as torchrun and W&B's agents set it."""
+    """Whether a variable says which place a process has among others, as torchrun and W&B set it."""
     return name in OF_LAUNCHERS or name.startswith(PREFIXES)
 
 
