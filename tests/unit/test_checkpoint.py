@@ -20,11 +20,13 @@ from qerl_bench.model.byte_tokenizer import byte_tokenizer
 from qerl_bench.model.load import load_packed
 from qerl_bench.quant import export as exporting
 from qerl_bench.quant.checkpoint import CheckpointReader, skeleton
+from qerl_bench.quant.checkpoint_mapping import Source
 from qerl_bench.quant.export import export
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.packed_checkpoint import read_packed
 from qerl_bench.quantizer.apply import quantize_model
 from qerl_core.checks import ConfigError
+from tests.failing import shortages
 from tests.weight_formats import FORMATS
 
 IDS = torch.tensor([[3, 200, 17, 44, 101, 7]])
@@ -262,6 +264,11 @@ def test_a_damaged_tensor_is_refused_by_name(folder: Path, kind: str) -> None:
     change, message = DAMAGE[kind]
     _edit(folder, change)
     with pytest.raises(ConfigError, match=message):
+        read_packed(folder, FORMATS["nvfp4"], torch.bfloat16, "cpu")
+
+
+def test_a_card_that_is_full_while_tensors_are_read_makes_no_damaged_file(folder: Path) -> None:
+    with shortages(Source, "make", 2), pytest.raises(torch.OutOfMemoryError):
         read_packed(folder, FORMATS["nvfp4"], torch.bfloat16, "cpu")
 
 

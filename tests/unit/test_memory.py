@@ -11,6 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 
+from qerl_bench.__main__ import main
+from qerl_bench.commands import run
 from qerl_bench.train import memory_plan
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.memory_plan import MemoryPlan, Size, micro_batch_size
@@ -20,6 +22,7 @@ from qerl_bench.train.update import make_optimizer, update
 from qerl_core.checks import ConfigError, TrainingStopped
 from qerl_core.exits import exit_in_words
 from qerl_core.process.device import PhaseTimer, peak_bytes
+from qerl_core.process.failure import reason_of
 from qerl_core.process.gpu_share import RUNS_ON_GPU, free_bytes, keep_to_share, keepable_bytes, spare_bytes
 from qerl_core.process.out_of_memory import memory_for, shortage, whole_or_halves
 
@@ -47,6 +50,21 @@ def test_each_kind_of_it_in_each_phase(error: Exception) -> None:
     assert (str(error) or "MemoryError") in str(told.value)
     with pytest.raises(TrainingStopped, match=r"^evaluation: .*eval.samples"), memory_for("evaluation"):
         raise error
+
+
+def test_a_card_that_is_full_before_the_first_phase_is_told_as_a_shortage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sweep repeats alone what says so, and nothing else."""
+
+    def full(*_: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in")
+
+    monkeypatch.setattr(run, "build", full)
+    with pytest.raises(SystemExit, match="^1$"):
+        main(["run", "device=cpu", f"root={tmp_path}", "name=one"])
+    assert "run: no memory is left (CUDA error: out of memory" in " ".join(capsys.readouterr().err.split())
+    assert "run: no memory is left" in reason_of(tmp_path / "runs" / "one", 1)
 
 
 def test_what_pytorch_says_of_the_machine() -> None:

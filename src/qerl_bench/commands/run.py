@@ -35,6 +35,7 @@ from qerl_core.process.failure import failure_in_log
 from qerl_core.process.hidden_packages import hidden_packages
 from qerl_core.process.importing import set_environment, uncollected
 from qerl_core.process.installation import CONF_DIR
+from qerl_core.process.out_of_memory import memory_for
 from qerl_core.process.progress import LEVEL, phase, quiet
 from qerl_core.process.termination import terminations_held
 from qerl_core.rundir.refusals import nothing_left_if_refused
@@ -101,7 +102,7 @@ def run(world: World) -> None:
 
         warn_of_single_point(HydraConfig.get())
         try:
-            with failure_in_log():
+            with failure_in_log(), memory_for("run"):  # for what happens outside of its phases
                 words = HydraConfig.get().overrides.task
                 run_experiment(build(resolved(cfg)), resolved(cfg), world, words)
         except Exception as error:

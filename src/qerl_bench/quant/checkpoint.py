@@ -28,6 +28,7 @@ from qerl_bench.quant.packed_config import quantization_config
 from qerl_bench.quant.packed_share import persistent_buffers
 from qerl_bench.quant.weight_files import REMEDY, indexed, weight_files
 from qerl_core.checks import ConfigError, require
+from qerl_core.process.out_of_memory import shortage
 from qerl_kernels import mxfp4
 
 log = logging.getLogger(__name__)
@@ -166,6 +167,8 @@ class CheckpointReader:
         try:
             values = self.sources[name].make(name, model, self.read)
         except (RuntimeError, KeyError, ValueError) as error:  # tensors that do not fit together
+            if shortage(error):
+                raise
             raise ConfigError(f"{self.folder}: {name} cannot be made of its tensors ({error}); {REMEDY}") from None
         self.check_shape(name, values.shape, shape)
         return values
