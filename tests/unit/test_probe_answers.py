@@ -47,7 +47,7 @@ def test_accuracy_pass_at_k_and_groups_with_signal_are_what_counting_all_choices
         chosen = [[any(group) for group in combinations(row, k)] for row in answers]
         assert pass_at(one, k).value == pytest.approx(np.mean(chosen))
         mixed = [[0 < sum(group) < k for group in combinations(row, k)] for row in answers]
-        assert signal(one, k) == pytest.approx(np.mean(mixed))
+        assert signal(one, k).value == pytest.approx(np.mean(mixed))
     assert signal(one, 8) == signal(one, 5)
 
 
@@ -164,15 +164,30 @@ def test_advice_names_the_options_with_their_numbers() -> None:
     assert "task.answer_format=boxed" in lines[0] and "50% in boxed, 0% in tags" in lines[0]
     assert "task.max_completion_tokens=32" in lines[1]
     assert "bf16" in lines[2] and "aqn.level=0.12" in lines[2] and "(0.4 of" in lines[2] and "no sigma" in lines[3]
-    assert "yes" in lines[4] and "37.5%" in lines[4] and "75%" in lines[4]
-    assert "no" in learnable(record([2, 2, 2, 1])).split(".")[0]  # too easy
-    assert "no" in learnable(record([0, 0, 2, 2])).split(".")[0]  # no group is mixed
+    assert "37.5 [" in lines[4] and "75 [" in lines[4]
     wordless = record([0, 1, 1, 1])
     wordless["answer_formats"]["boxed"]["correct"] = [0] * 4
     assert "task.answer_format" not in advice(wordless)[0] and "boxed, tags" in advice(wordless)[0]
     cut = record([0, 1, 1, 1])
     cut["formats"]["bf16"]["temperatures"]["0"] |= {"enough_tokens": None, "finished": 0.9}
     assert "above 64: 10%" in advice(cut)[1]
+
+
+@pytest.mark.parametrize(
+    ("correct", "word"),
+    [
+        ([0, 1, 1, 1], "open, too few questions to tell (4)"),
+        ([0, 1, 1, 1] * 16, "yes"),
+        ([2, 2, 2, 1] * 16, "no"),  # too easy
+        ([0, 0, 0, 2] * 16, "no"),  # no group is mixed
+        ([0] * 4, "open, too few questions to tell (4)"),  # Wilson's interval ends at 49 %
+        ([0] * 64, "no"),
+        ([0, 0, 1] * 24, "open, too few questions to tell (72)"),  # 16.7 % right, of which the interval goes below 15 %
+        ([1], "open, too few questions to tell (1)"),
+    ],
+)
+def test_there_is_something_to_learn_if_intervals_say_so(correct: list[int], word: str) -> None:
+    assert learnable(record(correct)).startswith(f"something to learn: {word}")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from qerl_core.statistics import Estimate
+from qerl_studies.effects.estimate import share
 from qerl_studies.probes.numbers import MOST_CUT, accuracy, of_scale, signal
+from qerl_studies.probes.page import interval
 
 LEARNABLE = (0.15, 0.65)  # pass@1 of the first format, at temperature 1
 LEAST_SIGNAL = 0.4  # of groups
@@ -64,12 +67,27 @@ def noise(measured: Mapping[str, Any], record: Mapping[str, Any]) -> str:
 
 
 def learnable(record: Mapping[str, Any]) -> str:
+    """Whether training has a signal. Open as long as an interval over questions holds both what is wanted and not."""
     quant, first = next(iter(record["formats"].items()))
     plain = first["temperatures"]["1"]
-    right, group = accuracy(plain).value, min(record["group"], plain["samples"])
-    mixed, (low, high) = signal(plain, group), LEARNABLE
-    yes = low <= right <= high and mixed >= LEAST_SIGNAL
+    group, (low, high) = min(record["group"], plain["samples"]), LEARNABLE
+    right, mixed = accuracy(plain), signal(plain, group)
+    span, least = _span(right), _span(mixed)[0]
+    if span[1] < low or span[0] > high or _span(mixed)[1] < LEAST_SIGNAL:
+        word = "no"
+    elif low <= span[0] and span[1] <= high and least >= LEAST_SIGNAL:
+        word = "yes"
+    else:
+        word = f"open, too few questions to tell ({right.n})"
     return (
-        f"something to learn: {'yes' if yes else 'no'}. At temperature 1 {quant} has {right:.1%} right, wanted are "
-        f"{low:.0%} to {high:.0%}, and {mixed:.0%} of groups of {group} are mixed, wanted are {LEAST_SIGNAL:.0%}"
+        f"something to learn: {word}. At temperature 1 {quant} has {interval(right, '.1f')} % right, wanted are "
+        f"{low:.0%} to {high:.0%}, and {interval(mixed, '.0f')} % of groups of {group} are mixed, wanted are "
+        f"{LEAST_SIGNAL:.0%}"
     )
+
+
+def _span(found: Estimate) -> tuple[float, float]:
+    """The interval of a share; that of Wilson where no question differs."""
+    if found.stderr == 0 and found.value in (0, 1):
+        found = share([bool(found.value)] * found.n)
+    return (found.low, found.high) if found.low == found.low else (0.0, 1.0)  # of one question nothing is known

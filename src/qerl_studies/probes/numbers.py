@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qerl_core.statistics import Estimate, over_samples, pass_at_k
+from qerl_core.statistics import Estimate, found_among, over_questions, over_samples, pass_at_k
 from qerl_studies.effects.estimate import share
 
 MOST_CUT = 0.03  # share of answers
@@ -51,11 +51,12 @@ def pass_at(found: Mapping[str, Any], k: int) -> Estimate:
     return pass_at_k(_answers(found, "correct"), k)
 
 
-def signal(found: Mapping[str, Any], group: int) -> float:
+def signal(found: Mapping[str, Any], group: int) -> Estimate:
     """The share of groups of so many answers, or of all if there are fewer, in which some are right and some wrong."""
-    size = min(group, found["samples"])
-    wrong = {"samples": found["samples"], "correct": [found["samples"] - right for right in found["correct"]]}
-    return pass_at(found, size).value + pass_at(wrong, size).value - 1
+    asked = found["samples"]
+    size = min(group, asked)
+    some = [found_among(size, asked, right) + found_among(size, asked, asked - right) for right in found["correct"]]
+    return over_questions([one - 1 for one in some])
 
 
 def of_scale(measured: Mapping[str, Any], sigma: float) -> str:

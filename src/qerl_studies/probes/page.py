@@ -75,7 +75,7 @@ def accuracies(record: Mapping[str, Any]) -> Table:
             gap = mean_of([record], quant, minus(reference, right_at(at)))
             several = one["samples"] > 1
             best = f"{100 * pass_at(one, one['samples']).value:.1f} of {one['samples']}" if several else ""
-            mixed = f"{signal(one, record['group']):.0%}" if several else ""
+            mixed = f"{signal(one, record['group']).value:.0%}" if several else ""
             shown = "" if quant == reference else interval(gap)
             lines.append([quant, at, right, shown, *others, f"{one['entropy']:.3f}", best, mixed])
     return heads, lines
