@@ -61,7 +61,7 @@ def test_a_card_that_is_full_before_the_first_phase_is_told_as_a_shortage(
         raise RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in")
 
     monkeypatch.setattr(run, "build", full)
-    with pytest.raises(SystemExit, match="^1$"):
+    with pytest.raises(SystemExit, match=r"^1$"):
         main(["run", "device=cpu", f"root={tmp_path}", "name=one"])
     assert "run: no memory is left (CUDA error: out of memory" in " ".join(capsys.readouterr().err.split())
     assert "run: no memory is left" in reason_of(tmp_path / "runs" / "one", 1)
