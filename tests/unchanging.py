@@ -25,7 +25,7 @@ def _git(*words: str) -> subprocess.CompletedProcess[bytes] | None:
 
 
 def _run(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[bytes] | None:
-    ours = folder is None and checkout.CHECKOUT == Path(__file__).resolve().parents[1]
+    ours = folder is None and Path(__file__).resolve().parents[1] == checkout.CHECKOUT
     return _git(*words) if ours else ask_git(*words, folder=folder)
 
 
