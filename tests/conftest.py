@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from omegaconf import DictConfig
 
+import tests.unchanging  # noqa: F401
 from qerl_bench import config as configs
 from qerl_bench.config import build
 from qerl_bench.experiment_spec import Experiment
 from qerl_core.options import user_options
 from qerl_core.options.composer import Composer
-from qerl_core.rundir import environment
 from tests.quick_compose import config
 
 if TYPE_CHECKING:
@@ -44,13 +44,7 @@ def _composed(*overrides: str) -> bytes:
     return pickle.dumps(config(COMPOSER, [*overrides]))
 
 
-@cache
-def _digest(read: object, compute: Callable[[], str] = environment.code_digest) -> str:
-    return compute()
-
-
 configs.compose = compose  # what every test and module imports from here on
-environment.code_digest = lambda: _digest(Path.read_bytes)  # sources change only for the tests that say so
 
 SMALL = (
     "device=cpu",

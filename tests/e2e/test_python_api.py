@@ -106,9 +106,11 @@ def test_finished_runs_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_run_is_made_read_and_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """By an interpreter that has imported everything; test_wheel.py has one that has not."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
     words = (*TINY, "quant=nvfp4", f"root={tmp_path}")
     made = run(*words, quiet=True)
     assert made.finished and made.last_step == 2 and made.path.parent == tmp_path / "runs"

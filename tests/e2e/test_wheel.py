@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from shutil import copytree
 
@@ -59,18 +60,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def command(site: Path, tmp_path: Path) -> Command:
     """command("run", "steps=1", ...): the installed program, started in an empty folder."""
+    return partial(started, tmp_path, str(site / "bin" / "qerl-bench"))
+
+
+def started(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """This program, in `folder`, without what leads to the checkout."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "QERL_ROOT")}
-
-    def start(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [str(site / "bin" / "qerl-bench"), *words],
-            cwd=tmp_path,
-            env={**environment, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
-
-    return start
+    return subprocess.run(
+        words, cwd=folder, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
 
 
 def test_the_wheel_holds_every_file_that_the_package_reads(site: Path) -> None:
@@ -120,13 +118,16 @@ def test_a_users_option_keeps_its_name_and_needs_its_class(command: Command, tmp
     assert refused.returncode == 2 and "aqn._target_=no_such_module.Halving cannot be imported" in refused.stderr
 
 
-def test_each_command_reads_runs_outside_of_a_checkout(command: Command, tmp_path: Path) -> None:
-    """Claims, experiments, templates and styles are in the package, and so is what completes its options."""
+def test_each_command_reads_runs_outside_of_a_checkout(command: Command, site: Path, tmp_path: Path) -> None:
+    """Claims, experiments, templates and styles are in the package, and so is what completes its options.
+
+    One interpreter for all but the first command: each would take seconds to import the same.
+    """
     copytree(ROOT / "tests" / "assets" / "runs", tmp_path / "runs")
     said = command("claims", "runs", "out=out", "--all")
     assert said.returncode == 0 and (tmp_path / "out" / "claims.svg").exists(), said.stderr
     assert len([line for line in said.stdout.splitlines() if re.match(r"\| \d+\. ", line)]) == 13
-    for words in (
+    several = [
         ["claims", "runs", "out=out", "papers=literature"],
         ["report", "runs", "out=out/report"],
         ["figure", "reward", "runs", "out=out", "style=neurips"],
@@ -135,9 +136,12 @@ def test_each_command_reads_runs_outside_of_a_checkout(command: Command, tmp_pat
         ["run", "--explain", "aqn.stages", "aqn=exp"],
         ["run", "experiment=tiny/ranks", "--cfg", "job"],
         ["run", "--help"],
-    ):
-        done = command(*words)
-        assert done.returncode == 0 and "Traceback" not in done.stderr, (words, done.stderr)
+    ]
+    code = f"from qerl_bench.__main__ import main\nfor words in {several!r}:\n    assert main(words) == 0, words"
+    done = started(tmp_path, str(site / "bin" / "python"), "-c", code)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    for shown in ("aqn.stages = ", "_target_: qerl_bench.quant", "usage: qerl-bench run"):
+        assert shown in done.stdout
     assert {"reward.pdf", "runs.tex", "literature.md"} <= {file.name for file in (tmp_path / "out").iterdir()}
     script = command("--completion").stdout
     (place,) = re.findall(r"conf=(\S+)", script)
@@ -151,10 +155,6 @@ def test_the_names_for_python_are_in_the_package(site: Path, tmp_path: Path) -> 
         "assert made.finished and [one.name for one in load_runs()] == [made.name]\n"
         "print(len(claims(load_runs(), everything=True)), effects([made]).empty, len(figure('runs', [made])))"
     )
-    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "QERL_ROOT")}
-    python = [str(site / "bin" / "python"), "-c", code]
-    done = subprocess.run(
-        python, cwd=tmp_path, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-    )
+    done = started(tmp_path, str(site / "bin" / "python"), "-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[1:] == ["True", "1"] and "step 2/2" in done.stderr

@@ -32,11 +32,13 @@ with hidden_packages():
         import_module(name)
     import torch
 
+    import tests.quick_compose
+    import tests.unchanging  # noqa: F401
     from qerl_bench.config import build, compose
     from qerl_bench.model_setup import build_policy
 
     torch.set_num_threads(1)  # threads do not outlive a fork
-    policy = build_policy(build(compose(["device=cpu", "quant=nvfp4", "model.warm_start_steps=0"])), None, "cpu")
+    policy = build_policy(build(compose(["experiment=smoke", "device=cpu", "quant=nvfp4", "aqn=exp"])), None, "cpu")
     ids = torch.ones(1, 4, dtype=torch.long)
     with torch.no_grad():
         policy.token_stats(ids, ids.bool(), 1.0)

@@ -33,19 +33,19 @@ SWEEP = ("-m", "--multirun")
 
 
 def parser() -> KeyValueParser:
-    found = KeyValueParser(__doc__)
-    found.add_argument(
+    options = KeyValueParser(__doc__)
+    options.add_argument(
         "words", nargs="*", help="options of a run, such as model=qwen2.5-1.5b-instruct task=gsm8k; with -m a sweep"
     )
-    found.add_argument("--card", default=None, help=f"{', '.join(CARDS)} (default: the one that is here)")
-    found.add_argument(
+    options.add_argument("--card", default=None, help=f"{', '.join(CARDS)} (default: the one that is here)")
+    options.add_argument(
         "--cards", type=int, default=None, help="how many of them a sweep has (default: those here, or 1)"
     )
-    found.add_argument("--per-hour", type=float, default=None, help="price of a card for an hour")
-    found.add_argument("--tokens", type=float, default=None, help="mean tokens of a completion")
-    found.add_argument("--prompt-tokens", type=float, default=None, help="mean tokens of a prompt")
-    found.add_argument("--json", action="store_true", help="print objects instead of a table")
-    return found
+    options.add_argument("--per-hour", type=float, default=None, help="price of a card for an hour")
+    options.add_argument("--tokens", type=float, default=None, help="mean tokens of a completion")
+    options.add_argument("--prompt-tokens", type=float, default=None, help="mean tokens of a prompt")
+    options.add_argument("--json", action="store_true", help="print objects instead of a table")
+    return options
 
 
 def main(arguments: list[str]) -> None:
@@ -59,22 +59,22 @@ def main(arguments: list[str]) -> None:
     cards = options.cards or (max(1, len(visible_gpus())) if options.card is None else 1)
     slots = min(slots or cards, len(points))
     per_card = -(-slots // cards)
-    composer, told = Composer(), GivenLengths(options.tokens, options.prompt_tokens)
-    found: list[RunEstimate | list[str]] = []
+    composer, lengths = Composer(), GivenLengths(options.tokens, options.prompt_tokens)
+    estimates: list[RunEstimate | list[str]] = []
     tasks: list[Task] = []
     for point in points:
         try:
-            found.append(of_point(composer.tree(point), card, per_card, told, tasks))
+            estimates.append(of_point(composer.tree(point), card, per_card, lengths, tasks))
         except ConfigError as error:
             raise ConfigError(f"{' '.join(point)}: {error}" if sweeps else str(error)) from error
-    known = [one for one in found if isinstance(one, RunEstimate)]
+    known = [one for one in estimates if isinstance(one, RunEstimate)]
     if options.json:
-        objects = [asdict(one) if isinstance(one, RunEstimate) else {"no_estimate": one} for one in found]
+        objects = [asdict(one) if isinstance(one, RunEstimate) else {"no_estimate": one} for one in estimates]
         print(json.dumps(objects, indent=1))
         return
-    print("\n".join(report(points, found, sweeps)))
+    print("\n".join(report(points, estimates, sweeps)))
     if sweeps:
-        print(total(found, slots))
+        print(total(estimates, slots))
     if known and options.per_hour is not None:
         hours = hours_s(known, slots) / 3600
         used = min(cards, slots)

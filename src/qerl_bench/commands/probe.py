@@ -44,8 +44,8 @@ FORMATS = ("bf16", "nvfp4", "mxfp4", "nf4")
 
 def parser() -> KeyValueParser:
     """The options of the command, all of which --help explains."""
-    found = KeyValueParser(__doc__)
-    found.add_argument("words", nargs="*", help="options of a run, such as model=qwen3-4b task=gsm8k")
+    options = KeyValueParser(__doc__)
+    options.add_argument("words", nargs="*", help="options of a run, such as model=qwen3-4b task=gsm8k")
     listed = {
         "formats": (
             str,
@@ -58,7 +58,7 @@ def parser() -> KeyValueParser:
         "budget": (str, [], f"parts to round in all subsets, and nothing else: of {', '.join(NAMES)}"),
     }
     for name, (kind, default, told_of) in listed.items():
-        found.add_argument(f"--{name}", type=kind, nargs="+", default=default, help=told_of)
+        options.add_argument(f"--{name}", type=kind, nargs="+", default=default, help=told_of)
     for name, default, told_of in (
         ("questions", 256, "how many to ask (default: 256)"),
         ("samples", 8, "answers to each, one at temperature 0 (default: 8)"),
@@ -66,15 +66,15 @@ def parser() -> KeyValueParser:
         ("contamination", 0, "questions of each part to complete from their beginnings (default: none)"),
         ("copies", 0, "of a GGUF file that a budget is measured on (default: the file itself)"),
     ):
-        found.add_argument(f"--{name}", type=int, default=default, help=told_of)
-    found.add_argument(
+        options.add_argument(f"--{name}", type=int, default=default, help=told_of)
+    options.add_argument(
         "--rise", type=float, default=0.1, help="of entropy, whose sigma is found (default: 0.1; 0: none)"
     )
-    found.add_argument("--split", default="train", help="train (default; what RL could draw) or held_out questions")
-    found.add_argument(
+    options.add_argument("--split", default="train", help="train (default; what RL could draw) or held_out questions")
+    options.add_argument(
         "--out", type=output_folder, default=None, help="folder to write to (default: ROOT/probes/MODEL-TASK)"
     )
-    return found
+    return options
 
 
 def main(arguments: list[str]) -> None:

@@ -51,46 +51,46 @@ def main(words: list[str]) -> None:
     missing = [str(folder) for folder in given.folders if not folder.is_dir()]
     require(not missing, f"no folder {', '.join(missing)}; give the folder that holds the runs")
     if given.json:
-        found = statuses(given.folders)
-        print(json.dumps([status._asdict() | {"run": str(status.run)} for status in found], indent=1))
+        runs = statuses(given.folders)
+        print(json.dumps([status._asdict() | {"run": str(status.run)} for status in runs], indent=1))
         return
     while True:
-        found = statuses(given.folders)
-        if told := lines([status for status in found if status.state != "done"] if given.watch else found):
+        runs = statuses(given.folders)
+        if told := lines([status for status in runs if status.state != "done"] if given.watch else runs):
             print("\n".join(told))
-        print(summary(found), flush=True)
-        if (cost := cost_of(found)).runs:
+        print(summary(runs), flush=True)
+        if (cost := cost_of(runs)).runs:
             print(f"cost of the finished runs: {cost}", flush=True)
-        if not given.watch or not any(status.state in GOES_ON for status in found):
+        if not given.watch or not any(status.state in GOES_ON for status in runs):
             return
         time.sleep(WATCH_S)
         print(f"\n{time.strftime('%H:%M:%S')}")
 
 
-def lines(found: list[Status]) -> list[str]:
-    told = []
-    for status in found:
+def lines(runs: list[Status]) -> list[str]:
+    rows = []
+    for status in runs:
         left = status.left * status.step_s if status.step_s and status.state == "running" else 0
         notes = filter(None, [status.note, f"about {duration(left)} left" if left else ""])
         total = "?" if status.steps is None else status.steps
-        told.append("  ".join([f"{status.state:10}", f"{status.step:>6} of {total!s:<6}", str(status.run), *notes]))
-    return told
+        rows.append("  ".join([f"{status.state:10}", f"{status.step:>6} of {total!s:<6}", str(status.run), *notes]))
+    return rows
 
 
-def summary(found: list[Status]) -> str:
+def summary(runs: list[Status]) -> str:
     """How many runs there are of each state, and about how long all will take with as many at a time as now."""
-    counts = Counter(status.state for status in found)
-    if not found:
+    counts = Counter(status.state for status in runs)
+    if not runs:
         return "0 runs: a run is a folder with a config.yaml; what a committed study found: qerl-bench report STUDY"
-    told = f"{len(found)} runs" + "".join(f", {counts[name]} {name}" for name in sorted(counts))
-    paces = [status.step_s for status in found if status.step_s]
-    sizes = [status.steps for status in found if status.steps] or [0]
+    counted = f"{len(runs)} runs" + "".join(f", {counts[name]} {name}" for name in sorted(counts))
+    paces = [status.step_s for status in runs if status.step_s]
+    sizes = [status.steps for status in runs if status.steps] or [0]
     if not counts["running"] or not paces:
-        return told
+        return counted
     usual = median(paces)
-    goes_on = [status for status in found if status.state in GOES_ON]
+    goes_on = [status for status in runs if status.state in GOES_ON]
     seconds = sum((status.left if status.steps else median(sizes)) * (status.step_s or usual) for status in goes_on)
-    return f"{told}; about {duration(seconds / counts['running'])} left" if seconds else told
+    return f"{counted}; about {duration(seconds / counts['running'])} left" if seconds else counted
 
 
 def cost_of(found: list[Status]) -> Cost:

@@ -184,22 +184,22 @@ class Budget:
 
 
 def parser() -> KeyValueParser:
-    found = KeyValueParser(__doc__)
-    found.add_argument(
+    options = KeyValueParser(__doc__)
+    options.add_argument(
         "--init", type=output_folder, required=True, help="folder to write study.yaml and protocol.md to"
     )
-    found.add_argument("--model", nargs="+", required=True, help="an option, hub id, folder or GGUF file; or several")
-    found.add_argument("--contrast", required=True, help="KEY=FIRST,OTHER: what the arms differ in")
-    found.add_argument(
+    options.add_argument("--model", nargs="+", required=True, help="an option, hub id, folder or GGUF file; or several")
+    options.add_argument("--contrast", required=True, help="KEY=FIRST,OTHER: what the arms differ in")
+    options.add_argument(
         "--margin", type=float, default=1.0, help="smallest difference that matters, points (default: 1)"
     )
-    found.add_argument("--minutes", type=float, required=True, help="for the whole study")
-    found.add_argument("--run-minutes", type=float, default=None, help="of one run, if no finished one tells")
-    found.add_argument("--slots", type=int, default=1, help="runs at a time (default: 1)")
-    found.add_argument("--sd", type=float, default=3.0, help="points, if no finished runs tell (default: 3)")
-    found.add_argument("--as-is", action="store_true", help="seeds of a GGUF file as it is, in place of copies of it")
-    found.add_argument("--runs", type=Path, nargs="+", default=[], help="finished runs of this model and task")
-    return found
+    options.add_argument("--minutes", type=float, required=True, help="for the whole study")
+    options.add_argument("--run-minutes", type=float, default=None, help="of one run, if no finished one tells")
+    options.add_argument("--slots", type=int, default=1, help="runs at a time (default: 1)")
+    options.add_argument("--sd", type=float, default=3.0, help="points, if no finished runs tell (default: 3)")
+    options.add_argument("--as-is", action="store_true", help="seeds of a GGUF file as it is, in place of copies of it")
+    options.add_argument("--runs", type=Path, nargs="+", default=[], help="finished runs of this model and task")
+    return options
 
 
 def draft(arguments: Sequence[str]) -> None:

@@ -73,19 +73,19 @@ def sampled_check(policy: Policy, engine: RolloutEngine, source: Origin, where: 
         limit = MAX_TOKEN_GAP["torch.float32"]
         if not in_one:
             with in_float32(policy), operands_kept(policy.model):
-                found = _completed(written, _reference(policy), policy, where)
-            results["sampled_gap_float32"] = _require_equal(written, found, limit, policy, where)
+                completed = _completed(written, _reference(policy), policy, where)
+            results["sampled_gap_float32"] = _require_equal(written, completed, limit, policy, where)
         if isinstance(engine, HFEngine):
             try:
-                found = _completed(written, _as_it_runs(engine), policy, where)
+                completed = _completed(written, _as_it_runs(engine), policy, where)
             finally:
                 engine.close()  # forgets what it has recorded
                 engine.sleep()
             if not in_one:
                 limit = MAX_TOKEN_GAP["16 bit"]
-                if _mean(written, found) > limit:
+                if _mean(written, completed) > limit:
                     limit = max(limit, OWN_GAPS * _own_gap(policy, written))
-            results["sampled_gap"] = _require_equal(written, found, limit, policy, where, as_it_runs=not in_one)
+            results["sampled_gap"] = _require_equal(written, completed, limit, policy, where, as_it_runs=not in_one)
     if devices:
         torch.cuda.empty_cache()
     return results

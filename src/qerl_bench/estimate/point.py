@@ -14,6 +14,7 @@ from qerl_bench.estimate.sizes import sizes_of
 from qerl_bench.estimate.table import Length, table
 from qerl_bench.estimate.work import Work
 from qerl_bench.experiment_spec import Experiment
+from qerl_bench.model.base import Model
 from qerl_bench.model.qwen2 import MadeHere
 from qerl_bench.task.base import Task
 from qerl_core.checks import ConfigError
@@ -65,8 +66,8 @@ def of_experiment(
     if missing := [*uncovered(config), *([sizes] if isinstance(sizes, str) else [])]:
         return missing
     assert not isinstance(sizes, str)
-    tokens, said = completion_tokens(experiment, given)
-    prompt, about = prompt_tokens(experiment, given)
+    tokens, said = completion_tokens(experiment.task, experiment.model, given)
+    prompt, about = prompt_tokens(experiment.task, experiment.model, given)
     questions = 0
     if hasattr(experiment.eval, "samples") and getattr(experiment.eval, "questions", None) is None:
         questions = len(experiment.task.eval_prompts(None))
@@ -75,9 +76,9 @@ def of_experiment(
     return estimate(work, card, rates, runs, [said, about])
 
 
-def completion_tokens(experiment: Experiment, given: GivenLengths) -> tuple[float, str]:
+def completion_tokens(task: Task, model: Model, given: GivenLengths) -> tuple[float, str]:
     """Mean tokens of a completion, and where they are from."""
-    task, limit = experiment.task, experiment.task.max_completion_tokens
+    limit = task.max_completion_tokens
     if given.tokens is not None:
         return given.tokens, f"completions of {given.tokens:g} tokens, as you say"
     if isinstance(exact := getattr(task, "completion_tokens", None), int):
@@ -86,7 +87,7 @@ def completion_tokens(experiment: Experiment, given: GivenLengths) -> tuple[floa
     if not known:
         where = f"at most: task={task.name} is in no table"
         return limit, f"{where}, so completions are counted at their limit of {limit:,} tokens; tokens=N says less"
-    near = min(known, key=lambda one: (one.model != experiment.model.name, abs(one.limit - limit)))
+    near = min(known, key=lambda one: (one.model != model.name, abs(one.limit - limit)))
     tokens = min(near.tokens, limit)
     return tokens, f"completions of {tokens:.0f} tokens, {of_whom(near)}"
 
@@ -95,9 +96,8 @@ def of_whom(length: Length) -> str:
     return f"as {length.model} wrote for task={length.task} with a limit of {length.limit:,}; tokens=N for yours"
 
 
-def prompt_tokens(experiment: Experiment, given: GivenLengths) -> tuple[float, str]:
+def prompt_tokens(task: Task, model: Model, given: GivenLengths) -> tuple[float, str]:
     """Mean tokens of a prompt, and where they are from."""
-    task = experiment.task
     if given.prompt_tokens is not None:
         return given.prompt_tokens, f"prompts of {given.prompt_tokens:g} tokens, as you say"
     if isinstance(exact := getattr(task, "prompt_tokens", None), int):
@@ -107,5 +107,5 @@ def prompt_tokens(experiment: Experiment, given: GivenLengths) -> tuple[float, s
     except ConfigError as error:
         raise ConfigError(f"{str(error).rstrip('.')}. Or say how long prompts are: prompt_tokens=N") from error
     letters = fmean(sum(len(message["content"]) for message in prompt.messages) for prompt in prompts)
-    each = 1 if isinstance(experiment.model, MadeHere) else CHARACTERS
+    each = 1 if isinstance(model, MadeHere) else CHARACTERS
     return letters / each, f"prompts of about {letters / each:.0f} tokens, {letters:.0f} letters"

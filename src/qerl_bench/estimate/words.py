@@ -25,22 +25,22 @@ log = logging.getLogger(__name__)
 ERROR = "Ten committed runs that the table did not see: docs/estimate.md has the error of each"
 
 
-def lines(found: RunEstimate) -> list[str]:
+def lines(estimate: RunEstimate) -> list[str]:
     """The table of one run."""
-    memory = found.memory
+    memory = estimate.memory
     left = [
         ("weights", memory.weights),
         ("trained, with Adam", memory.optimizer),
         ("sampling, at most", memory.rollout),
         ("training, at most", memory.train),
-        ("disk, checkpoints", found.disk_gib),
+        ("disk, checkpoints", estimate.disk_gib),
     ]
     right = [
-        ("start", duration(found.start_s)),
-        ("evaluations", duration(found.evaluation_s)),
-        (f"a step: {found.rollout_s:.2f} sampling, {found.train_s:.2f} training", f"{found.step_s:.2f} s"),
-        (f"{found.steps:,} steps", duration(found.steps * found.step_s)),
-        ("the run", duration(found.run_s)),
+        ("start", duration(estimate.start_s)),
+        ("evaluations", duration(estimate.evaluation_s)),
+        (f"a step: {estimate.rollout_s:.2f} sampling, {estimate.train_s:.2f} training", f"{estimate.step_s:.2f} s"),
+        (f"{estimate.steps:,} steps", duration(estimate.steps * estimate.step_s)),
+        ("the run", duration(estimate.run_s)),
     ]
     rows = [
         f"  {name:19} {gib:7.1f} GiB    {stage:40} {took:>9}"
@@ -50,20 +50,20 @@ def lines(found: RunEstimate) -> list[str]:
         f"micro-batches of {memory.micro_batch:,} tokens, {memory.micro_batches} a step; of one sequence each they "
         f"take {memory.least:.1f} GiB"
     )
-    return [*rows, *(wrap_lines(f"  {said}") for said in (micro, *found.said))]
+    return [*rows, *(wrap_lines(f"  {said}") for said in (micro, *estimate.said))]
 
 
-def brief(found: RunEstimate | Sequence[str]) -> list[str]:
+def brief(estimate: RunEstimate | Sequence[str]) -> list[str]:
     """What a run that begins says: memory, seconds by stage, what is not covered."""
-    if not isinstance(found, RunEstimate):
-        return [f"no estimate: {'; '.join(found)}"]
-    memory = found.memory
+    if not isinstance(estimate, RunEstimate):
+        return [f"no estimate: {'; '.join(estimate)}"]
+    memory = estimate.memory
     return [
         f"estimate: {memory.rollout:.1f} GiB at most while sampling, {memory.train:.1f} while training; "
-        f"checkpoints {found.disk_gib:.1f} GiB of disk",
-        f"estimate: start {duration(found.start_s)}, evaluations {duration(found.evaluation_s)}, {found.steps:,} steps "
-        f"of {found.step_s:.1f} s, in all {duration(found.run_s)}",
-        f"estimate: {'; '.join(found.said)}",
+        f"checkpoints {estimate.disk_gib:.1f} GiB of disk",
+        f"estimate: start {duration(estimate.start_s)}, evaluations {duration(estimate.evaluation_s)}, "
+        f"{estimate.steps:,} steps of {estimate.step_s:.1f} s, in all {duration(estimate.run_s)}",
+        f"estimate: {'; '.join(estimate.said)}",
     ]
 
 

@@ -108,12 +108,12 @@ def formats_of(task: PromptTask, answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def advice(found: Mapping[str, Any], limit: str = LIMIT) -> dict[str, Any]:
+def advice(measured: Mapping[str, Any], limit: str = LIMIT) -> dict[str, Any]:
     """The options to set: a format that reads more of these answers, and a larger `limit`.
 
     No other limit if most of what was cut off repeats itself, and would not end.
     """
-    formats, asked = found["formats"], found["answer_format"]
+    formats, asked = measured["formats"], measured["answer_format"]
     singles = [asked, *(name for name in formats if name != "auto")]  # of equals the first
     best = max(singles, key=lambda name: (formats[name]["right"], formats[name]["found"]))
     best = "auto" if formats["auto"]["right"] > formats[best]["right"] + GAP else best
@@ -121,33 +121,35 @@ def advice(found: Mapping[str, Any], limit: str = LIMIT) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if more["right"] > GAP or (more["right"] >= 0 and more["found"] > 0.5):
         options["task.answer_format"] = best
-    elif formats[best]["found"] < 0.5 and (found["lenient"] or 0) > formats[best]["right"] + GAP:
-        options |= {} if found["instruction"] == "suffix" else {"task.instruction": "suffix"}  # nothing is marked
-    if found["truncated"] > MOST_CUT and 2 * found["repeating"] < found["truncated"]:
-        options[limit] = (4 if found["truncated"] > 0.5 else 2) * found["max_tokens"]
+    elif formats[best]["found"] < 0.5 and (measured["lenient"] or 0) > formats[best]["right"] + GAP:
+        options |= {} if measured["instruction"] == "suffix" else {"task.instruction": "suffix"}  # nothing is marked
+    if measured["truncated"] > MOST_CUT and 2 * measured["repeating"] < measured["truncated"]:
+        options[limit] = (4 if measured["truncated"] > 0.5 else 2) * measured["max_tokens"]
     return options
 
 
-def summary_line(found: Mapping[str, Any]) -> str:
+def summary_line(measured: Mapping[str, Any]) -> str:
     """Which formats are used, each with what would be right in it: one line."""
-    asked = found["answer_format"]
-    used = {name: one for name, one in found["formats"].items() if name == asked or (one["found"] and name != "auto")}
+    asked = measured["answer_format"]
+    used = {
+        name: one for name, one in measured["formats"].items() if name == asked or (one["found"] and name != "auto")
+    }
     shares = [f"{one['found']:.0%} in {name} ({one['right']:.1%} right)" for name, one in used.items()]
-    lenient = "" if found["lenient"] is None else f"; {found['lenient']:.1%} right by their last number (lenient)"
+    lenient = "" if measured["lenient"] is None else f"; {measured['lenient']:.1%} right by their last number (lenient)"
     return (
-        f"{found['where']}, formats of {found['completions']} answers: {', '.join(shares)}{lenient}; "
-        f"{found['truncated']:.0%} cut off at {found['max_tokens']} tokens"
+        f"{measured['where']}, formats of {measured['completions']} answers: {', '.join(shares)}{lenient}; "
+        f"{measured['truncated']:.0%} cut off at {measured['max_tokens']} tokens"
     )
 
 
-def doubts(found: Mapping[str, Any]) -> list[str]:
+def doubts(measured: Mapping[str, Any]) -> list[str]:
     """Why the strict accuracy says little about what the model can do, and what to try; empty if it says enough."""
-    asked, options = found["answer_format"], found["advice"]
-    strict = found["formats"][asked]
-    lines = accuracy_doubts(strict["right"], found["lenient"], found["truncated"], asked, found["max_tokens"])
+    asked, options = measured["answer_format"], measured["advice"]
+    strict = measured["formats"][asked]
+    lines = accuracy_doubts(strict["right"], measured["lenient"], measured["truncated"], asked, measured["max_tokens"])
     if not lines and options:
         lines = [f"only {strict['found']:.0%} of the answers are in task.answer_format={asked}"]
-    if found["truncated"] > MOST_CUT and 2 * found["repeating"] >= found["truncated"]:
+    if measured["truncated"] > MOST_CUT and 2 * measured["repeating"] >= measured["truncated"]:
         lines.append("most of these repeat themselves, and a larger limit would not end them")
     return [*lines, *(["try " + " ".join(f"{key}={value}" for key, value in options.items())] if options else [])]
 

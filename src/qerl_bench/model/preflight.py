@@ -224,18 +224,18 @@ def check_sites(policy: Policy) -> dict[str, Any]:
         hidden = hidden_states(model, ids, mask, mask, policy.packing)
         policy.head(hidden)
     policy.train_mode(False)
-    found = {name: consumers_of(read) for name, read in reads.items()}
+    consumers = {name: consumers_of(read) for name, read in reads.items()}
     sites = {site.name: site for site in (*structure.sites, *([structure.final] if structure.final else []))}
     noisy = policy.noise.norms if policy.noise.spec.where == "norms" else {}
     for name in noisy:
         site = sites[name]
-        wrong = set(site.consumers) ^ set(found.get(name, ()))
+        wrong = set(site.consumers) ^ set(consumers.get(name, ()))
         require(
             not wrong,
             f"aqn: {name} gets noise because it feeds {', '.join(site.consumers)}, but in training it feeds "
-            f"{', '.join(found.get(name, ())) or 'nothing'}. Use aqn=none",
+            f"{', '.join(consumers.get(name, ())) or 'nothing'}. Use aqn=none",
         )
-    left_out = {name: layers for name, layers in found.items() if layers and name not in noisy}
+    left_out = {name: layers for name, layers in consumers.items() if layers and name not in noisy}
     if noisy:
         log.info("%d norms can get noise: %s", len(noisy), grouped_paths(noisy))
         for name, layers in left_out.items():

@@ -153,19 +153,19 @@ class Probing:
         """All numbers of a weight format, and the text of a prompt."""
         assert policy is not None and engine is not None
         keep, options, size = self.parts.of(quant), self.options, probe_plan(self.options)
-        one = replace(self.experiments[quant], task=task)
+        experiment = replace(self.experiments[quant], task=task)
 
         def write_page(asked: Sequence[AnswerSet]) -> None:
             record["formats"][quant] = {"temperatures": {f"{at.temperature:g}": numbers(at) for at in asked}}
             self.write_page(record)
 
-        found = measure(one, policy, engine, size, self.reference, keep, write_page)[0]
-        found["prompt"] = policy.text_of(size.prompts_of(task)[0])
+        results = measure(experiment, policy, engine, size, self.reference, keep, write_page)[0]
+        results["prompt"] = policy.text_of(size.prompts_of(task)[0])
         if options.rise > 0:
             with phase(f"looking for the noise that raises entropy by {options.rise:.0%}"):
                 prompts = min(DOSE_PROMPTS, options.questions)
-                found["rise"] = sigma_of_rise(one, policy, engine, options.rise, prompts, DOSE_DRAWS, keep)
-        return found
+                results["rise"] = sigma_of_rise(experiment, policy, engine, options.rise, prompts, DOSE_DRAWS, keep)
+        return results
 
     def answers(self, quant: str, task: Task) -> list[AnswerSet]:
         """The answers in a format, which are known, at all temperatures."""
@@ -178,17 +178,17 @@ class Probing:
         The best is that of all further questions. Without an engine all answers are known.
         """
         names = self.options.answer_formats or [*ANSWER_FORMATS]
-        found, tables = record["answer_formats"], []
+        by_format, tables = record["answer_formats"], []
         for name in names if len(names) > 1 else ():
             task = in_answer_format(self.first.task, name)
             prompts = probe_plan(self.options).prompts_of(task)[:ANSWER_FORMAT_QUESTIONS]
             how = f"answers in {name}", task, engine, prompts, 0, 1, "answers", self.device
             asked = kept_answers(self.parts, *how)
-            found[name] = numbers(asked)
+            by_format[name] = numbers(asked)
             tables.append(labelled(table([asked], self.options.texts), self.first.quant.name, name))
             self.write_page(record)
-        if found and not self.chosen:
-            self.best = record["answer_format"] = best_of(found, self.best)
+        if by_format and not self.chosen:
+            self.best = record["answer_format"] = best_of(by_format, self.best)
         return tables
 
     def write_page(self, record: dict[str, Any]) -> None:

@@ -179,16 +179,16 @@ class _PackedSource:
         if isinstance(self.weight_format, NF4):
             return read_nf4(self.reader, layer, shape, self.weight_format)
         parts = self.weight_format.parts(shape, in_words=self.stored_names.get("weight") == "weight_packed")
-        found = {}
+        tensors = {}
         for name, stored in self.stored_names.items():
             tensor, part = self.reader.read(f"{layer}.{stored}"), parts[name]
-            found[name] = tensor.reshape(1) if tensor.dim() == 0 else tensor  # ModelOpt's tensor scale is a scalar
-            self.reader.check_shape(f"{layer}.{stored}", found[name].shape, part.shape)
+            tensors[name] = tensor.reshape(1) if tensor.dim() == 0 else tensor  # ModelOpt's tensor scale is a scalar
+            self.reader.check_shape(f"{layer}.{stored}", tensors[name].shape, part.shape)
             require(
                 part.dtype in (None, tensor.dtype),
                 f"{layer}.{stored} is stored as {tensor.dtype}, not as {part.dtype}; {REMEDY}",
             )
-        return self.weight_format.restored(layer, found)
+        return self.weight_format.restored(layer, tensors)
 
 
 def _read_experts(

@@ -208,18 +208,18 @@ def _weights(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def foreign_of(weight_format: WeightFormat) -> Foreign:
     """The names of a format in checkpoints. Raises ConfigError if it has none, or packs nothing."""
-    name, found = weight_format.name, weight_format.foreign()
+    name, foreign = weight_format.name, weight_format.foreign()
     require(
         isinstance(weight_format, BlockFormat),
         f"quant={name} packs nothing to export; use a format that does: quant=nvfp4",
     )
-    if found is None:
+    if foreign is None:
         raise ConfigError(
             f"quant={name} has no name in checkpoints of other programs, such as {COMPRESSED} and {BITSANDBYTES}, so "
             "its codes cannot be exported. What a run in it has trained is written in 16 bits: qerl-bench export "
             "runs/NAME out=DIR"
         )
-    return found
+    return foreign
 
 
 def config_entry(weight_format: WeightFormat, ignore: list[str], dtype: str) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.config import build
+from qerl_bench.eval.base import Evaluator
 from qerl_bench.experiment_spec import Experiment
+from qerl_bench.task.base import Task
 from qerl_bench.task.dataset import DataRefused, TooFew
 from qerl_core.checks import ConfigError, require
 from qerl_core.options.composer import Composer
@@ -85,7 +87,7 @@ def check(cfg: DictConfig) -> Experiment:
     experiment = build(cfg)
     experiment.model.check_files()
     experiment.engine.check(experiment.device, experiment.quant)
-    check_data(experiment)
+    check_data(experiment.task, experiment.eval)
     experiment.check_calibration()
     experiment.reward.check(experiment.task)
     if not experiment.algo.on_policy:
@@ -97,14 +99,14 @@ def check(cfg: DictConfig) -> Experiment:
     return experiment
 
 
-def check_data(experiment: Experiment) -> None:
+def check_data(task: Task, evaluator: Evaluator) -> None:
     """Check the data of the task. Where words would mend them, too few held-out questions are refused with them."""
     try:
-        experiment.task.check()
+        task.check()
     except DataRefused as refused:
         if refused.mended is not None:
             try:
-                refused.mended.eval_prompts(getattr(experiment.eval, "questions", None))
+                refused.mended.eval_prompts(getattr(evaluator, "questions", None))
             except TooFew as error:
                 raise DataRefused([*refused.said, str(error)], [*refused.words, *error.words], None) from None
         raise

@@ -104,10 +104,10 @@ class QuestionSource:
         """The columns of questions and answers. Raises `Refused`, with words to type, if one is not named."""
         known = dict.fromkeys(column for row in raw for column in row)
         wanted = {"question": self.question, "answer": self.answer}
-        found = {part: next((name for name in names if name in known), None) for part, names in wanted.items()}
-        missing = [part for part, name in found.items() if name is None]
+        columns = {part: next((name for name in names if name in known), None) for part, names in wanted.items()}
+        missing = [part for part, name in columns.items() if name is None]
         if missing:
-            left = [name for name in known if name not in found.values() and name not in self.id]
+            left = [name for name in known if name not in columns.values() and name not in self.id]
             likely = _likely(missing, left, raw)
             asked = " and none a column ".join(" or ".join(map(repr, wanted[part])) for part in missing)
             words = [f"'{key}.{part}=[{likely.get(part, 'NAME')}]'" for part in missing]
@@ -118,7 +118,7 @@ class QuestionSource:
                 words,
                 guess if len(likely) == len(missing) else None,
             )
-        return str(found["question"]), str(found["answer"])
+        return str(columns["question"]), str(columns["answer"])
 
     @property
     def _without_marker(self) -> str:

@@ -204,7 +204,7 @@ def apply_gradients(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
     batch: Batch,
-    found: Gradients,
+    batch_gradients: Gradients,
     run: RunDir,
     step: int,
     world: World,
@@ -212,10 +212,10 @@ def apply_gradients(
     """Clip and step after `add_gradients`, or skip this update, whose loss or gradient is not finite: False."""
     try:
         with world.together(NonFiniteError):
-            for _, micro_batch, part in found.results:
+            for _, micro_batch, part in batch_gradients.results:
                 if not math.isfinite(part.loss):
                     raise loss_error(policy, specs.rollout.temperature, micro_batch)
-        if not math.isfinite(found.grad_norm):
+        if not math.isfinite(batch_gradients.grad_norm):
             raise NonFiniteError("gradient", first_in_backward(policy.model), batch.tensors())
     except NonFiniteError as error:
         message = world.from_first(lambda error=error: dump(run, step, error))
@@ -225,7 +225,7 @@ def apply_gradients(
         return False
     for cut in (True, False):  # one call takes tensors of one kind
         trained = [parameter for parameter in policy.trainable if is_cut(parameter) == cut]
-        torch.nn.utils.clip_grads_with_norm_(trained, specs.optim.max_grad_norm, found.norm)
+        torch.nn.utils.clip_grads_with_norm_(trained, specs.optim.max_grad_norm, batch_gradients.norm)
     optimizer.step()
     return True
 

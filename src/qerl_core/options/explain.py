@@ -115,8 +115,8 @@ def _explain(
         name.partition(".")[0] != "hydra",
         f"{key} belongs to Hydra or to what starts the runs of a sweep: see docs/runs.md, docs/cluster.md, --cfg hydra",
     )
-    found = {full: (place, field) for place in places for full, field in place.fields.items()}
-    below = {full: entry for full, entry in found.items() if full == name or full.startswith(f"{name}.")}
+    keys = {full: (place, field) for place in places for full, field in place.fields.items()}
+    below = {full: entry for full, entry in keys.items() if full == name or full.startswith(f"{name}.")}
     blocks = [_value(full, *entry, values.get(full)) for full, entry in below.items() if _is_shown(entry[1])]
     if key in AXES:
         return "\n\n".join([_choices(key, choices.get(key), folders), *blocks])
@@ -129,7 +129,7 @@ def _explain(
         return metrics
     if name not in elsewhere:
         chosen = {axis: option for axis, option in choices.items() if axis in AXES}
-        raise ConfigError(unknown_key(name, [*found], chosen, folders))
+        raise ConfigError(unknown_key(name, [*keys], chosen, folders))
     return "\n\n".join(_of_others(name, elsewhere[name], choices, folders))
 
 

@@ -47,7 +47,7 @@ def evaluate_claims(claims: Sequence[Claim], runs: Sequence[Run]) -> list[ClaimR
     finished = [run for run in runs if run.finished]
     stopped = blocked_arms(finished)
     only_harm = why_only_harm(finished) if any(claim.explores for claim in claims) else ""
-    found: dict[int, ClaimResult] = {}
+    verdicts: dict[int, ClaimResult] = {}
     corrected: dict[tuple[str, bool], list[int]] = {}
     for i, claim in enumerate(claims):
         corrected.setdefault((claim.family, claim.exploratory), []).append(i)
@@ -61,8 +61,8 @@ def evaluate_claims(claims: Sequence[Claim], runs: Sequence[Run]) -> list[ClaimR
         ]
         ways = [_judged(claims_, of_way, only_harm) for claims_, of_way in ((family, sampled), (asked, greedy))]
         for i, one, other in zip(places, *ways, strict=True):
-            found[i] = _by_ways(one, other) if one.claim.measure.greedy else one
-    return [found[i] for i in range(len(claims))]
+            verdicts[i] = _by_ways(one, other) if one.claim.measure.greedy else one
+    return [verdicts[i] for i in range(len(claims))]
 
 
 def _tested(claim: Claim, runs: list[Run], stopped: Sequence[BlockedArm]) -> tuple[ContrastResult, ...]:

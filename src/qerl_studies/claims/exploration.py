@@ -32,14 +32,14 @@ MEANS = (_more("a hotter sampler", "rollout.temperature", 1.0), _more("a bonus",
 def why_only_harm(runs: Sequence[Run]) -> str:
     """Why a lack of help cannot be shown: no such control was run, or none raised accuracy. Empty if one did."""
     where = (*conditions([CONF_DIR], "shared/answering", "where"), Filter("aqn.name", among=("none",)))
-    found = [
+    effects = [
         (contrast.label, one.effect.whole)
         for contrast in MEANS
         for one in compare(ACCURACY, contrast, where, runs)
         if one.effect
     ]
-    if one_passes((one for _, one in found), len(found)):
+    if one_passes((one for _, one in effects), len(effects)):
         return ""
-    shown = ", ".join(f"{label} {ACCURACY.estimate_text(one)}" for label, one in found)
-    control = f"no control of exploration passed ({shown})" if found else "no control of exploration was run"
+    shown = ", ".join(f"{label} {ACCURACY.estimate_text(one)}" for label, one in effects)
+    control = f"no control of exploration passed ({shown})" if effects else "no control of exploration was run"
     return f"{control}: harm can be shown here, a lack of help cannot"

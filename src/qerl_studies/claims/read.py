@@ -71,36 +71,36 @@ def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _claim(content: Mapping[str, Any], folders: tuple[Path, ...]) -> Claim:
-    one = _object("a claim", content, {*AS_THEY_ARE, *FLAGS, *PARTS})
-    measure = _measure("measure", one["measure"])
-    positive("margin", one["margin"])
+    fields = _object("a claim", content, {*AS_THEY_ARE, *FLAGS, *PARTS})
+    measure = _measure("measure", fields["measure"])
+    positive("margin", fields["margin"])
     require(
-        not measure.ratio or one["margin"] > 1,
+        not measure.ratio or fields["margin"] > 1,
         f"margin must be a factor above 1, such as 1.02 for two per cent, because {measure.name} is compared as a "
-        f"ratio, got {one['margin']}",
+        f"ratio, got {fields['margin']}",
     )
-    where, primary = (_filters(key, one[key], folders) for key in ("where", "primary"))
+    where, primary = (_filters(key, fields[key], folders) for key in ("where", "primary"))
     asked = any(condition.key == "class" for condition in where)
     where = where if asked else (Filter("class", (OWN,)), *where)  # runs of others count where a claim asks for them
-    voting = _contrasts("contrasts", one["contrasts"], folders, votes=True)
-    others = _contrasts("without_a_vote", one["without_a_vote"], folders, votes=False)
+    voting = _contrasts("contrasts", fields["contrasts"], folders, votes=True)
+    others = _contrasts("without_a_vote", fields["without_a_vote"], folders, votes=False)
     return Claim(
-        **{key: one[key] for key in (*AS_THEY_ARE, *FLAGS)},
+        **{key: fields[key] for key in (*AS_THEY_ARE, *FLAGS)},
         reported_effects=tuple(
             math.log(number) if measure.ratio else number
-            for number in _numbers("reported_effects", one["reported_effects"], 0.0 if measure.ratio else -math.inf)
+            for number in _numbers("reported_effects", fields["reported_effects"], 0.0 if measure.ratio else -math.inf)
         ),
-        measure=replace(measure, margin=math.log(one["margin"]) if measure.ratio else one["margin"]),
+        measure=replace(measure, margin=math.log(fields["margin"]) if measure.ratio else fields["margin"]),
         where=where,
         primary=primary,
         contrasts=(*voting, *others),
         gates=(
-            *_acts(one["acts"], (*where, *primary), folders),
-            *(_named("gates", GATES, name) for name in _list("gates", one["gates"])),
+            *_acts(fields["acts"], (*where, *primary), folders),
+            *(_named("gates", GATES, name) for name in _list("gates", fields["gates"])),
         ),
-        additional=tuple(_named("additional", OF_PAIRS, name) for name in _list("additional", one["additional"])),
-        command=_command("command", one["command"]),
-        at_scale=_command("at_scale", one["at_scale"]),
+        additional=tuple(_named("additional", OF_PAIRS, name) for name in _list("additional", fields["additional"])),
+        command=_command("command", fields["command"]),
+        at_scale=_command("at_scale", fields["at_scale"]),
     )
 
 
@@ -160,15 +160,15 @@ def _filters(place: str, content: object, folders: tuple[Path, ...]) -> tuple[Fi
 
 
 def _filter(place: str, key: str, value: object) -> Filter:
-    one = value if isinstance(value, dict) else {"is": value}
+    condition = value if isinstance(value, dict) else {"is": value}
     require(
-        bool(one) and {*one} <= {*CONDITION},
+        bool(condition) and {*condition} <= {*CONDITION},
         f"{place} must be a value, a list of them, any, or have keys of {', '.join(CONDITION)}, got {value!r}",
     )
-    low, high = _numbers(place, [one.get("from", -math.inf), one.get("to", math.inf)])
+    low, high = _numbers(place, [condition.get("from", -math.inf), condition.get("to", math.inf)])
     require(low <= high, f"{place} must have from below to, got {value!r}")
-    among, excluding = (_values(one[part]) if part in one else () for part in ("is", "not"))
-    return Filter(key, among, excluding, low, high, str(one.get("excuse", "")))
+    among, excluding = (_values(condition[part]) if part in condition else () for part in ("is", "not"))
+    return Filter(key, among, excluding, low, high, str(condition.get("excuse", "")))
 
 
 def _values(value: object) -> tuple[Any, ...]:

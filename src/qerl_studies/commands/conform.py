@@ -41,10 +41,10 @@ def main(words: list[str]) -> None:
         sys.exit(FAILED)
 
 
-def page(reference: Bf16Reference, found: list[Conformity]) -> str:
+def page(reference: Bf16Reference, arms: list[Conformity]) -> str:
     """Markdown: the word on each arm, and every number behind it."""
     lines = []
-    for one in found:
+    for one in arms:
         for part in one.asked:
             effect, measure = part.effect, part.measure
             needed = "-" if effect is None else str(part.needed or "over 4,096")
@@ -58,12 +58,12 @@ def page(reference: Bf16Reference, found: list[Conformity]) -> str:
                 needed,
                 "within" if part.within else "beyond" if part.outside(1) else "open",
             ))  # fmt: skip
-    told = {one.arm: "; ".join(filter(None, (one.reason, one.left_out))) for one in found}
-    words = "\n".join(f"- {one.arm}: **{one.word}**{f' ({told[one.arm]})' if told[one.arm] else ''}" for one in found)
+    notes = {one.arm: "; ".join(filter(None, (one.reason, one.left_out))) for one in arms}
+    words = "\n".join(f"- {one.arm}: **{one.word}**{f' ({notes[one.arm]})' if notes[one.arm] else ''}" for one in arms)
     name = reference.asked[0]
-    control = next((part.levels[1] for one in found for part in one.asked if part.levels and part.decides), None)
+    control = next((part.levels[1] for one in arms for part in one.asked if part.levels and part.decides), None)
     places = {MEASURES[key].name: key for key in reference.tolerances}
-    first = next((part for one in found for part in one.asked if part.levels and part.decides), None)
+    first = next((part for one in arms for part in one.asked if part.levels and part.decides), None)
     name = places[first.measure.name] if first else name
     expected = "" if control is None else f"BF16: {place_of_control(reference, name, control)}.\n\n"
     return (

@@ -204,17 +204,17 @@ def blocked(results: Iterable[Result]) -> dict[str, list[str]]:
 def render(results: Sequence[Result]) -> str:
     """The results as a table in Markdown."""
     rows: list[list[str]] = []
-    for one in results:
-        interval = f"[{one.low:.4g}, {one.high:.4g}]" if one.low < one.high else "-"
-        value = "-" if math.isnan(one.value) else f"{one.value:.4g}"
-        meeting = "-" if not one.bases or one.limit == "none" else f"{one.meeting} of {one.bases}"
-        shown = GATES.get(one.word, one.word)
-        word = f"**{shown}**" if one.fails else shown
-        harm_only = one.gate.startswith("control of exploration") and one.word != "yes"
+    for result in results:
+        interval = f"[{result.low:.4g}, {result.high:.4g}]" if result.low < result.high else "-"
+        value = "-" if math.isnan(result.value) else f"{result.value:.4g}"
+        meeting = "-" if not result.bases or result.limit == "none" else f"{result.meeting} of {result.bases}"
+        shown = GATES.get(result.word, result.word)
+        word = f"**{shown}**" if result.fails else shown
+        harm_only = result.gate.startswith("control of exploration") and result.word != "yes"
         other = "harm can be shown, a lack of help cannot" if harm_only else "-"
-        stops = f"stops {', '.join(one.stops)}" if one.stops else other
-        told = f"{word}, overridden" if one.overridden else word
-        rows.append([one.gate, one.limit, value, interval, meeting, told, stops])
+        stops = f"stops {', '.join(result.stops)}" if result.stops else other
+        told = f"{word}, overridden" if result.overridden else word
+        rows.append([result.gate, result.limit, value, interval, meeting, told, stops])
     return markdown_table(
         ["gate", "limit", "measured", "95 %, questions fixed", "bases that meet it", "word", "else"], rows
     )

@@ -85,7 +85,7 @@ def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
         kept = {path.name for path in find_runs(folder)} if settings_file(folder).is_file() else set()
         there = _with_files_of(design, folder / "study.yaml")
         names = {cell: there.point(words).name for cell, words in words_of_runs(there, here).items()}
-        found = {cell: load_run(folder / name) for cell, name in names.items() if name in kept}
+        loaded = {cell: load_run(folder / name) for cell, name in names.items() if name in kept}
         others = sorted(kept - {*names.values()})
         if others and len(here) == len(packed):
             listed = ", ".join(others)
@@ -94,14 +94,14 @@ def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
         others = {
             one["base"] for one in here if one["base"] in trained and one["digest"] != probes[one["base"]]["digest"]
         }
-        twice = sorted({cell[1] for cell in found if cell in runs or cell[1] in others})
+        twice = sorted({cell[1] for cell in loaded if cell in runs or cell[1] in others})
         require(
             not twice,
             f"{folder} has runs of the bases {twice}, and so has a folder before it, of the same arms or of other "
             "weights: leave one out",
         )
         probes |= {one["base"]: one for one in here if one["base"] not in trained}
-        runs |= found
+        runs |= loaded
         overridden += _overridden(folder / "gates.json")
         otherwise |= {folder.name: told} if (told := _otherwise(_measured_by(folder / "study.yaml"), designed)) else {}
     return Sessions(design, dict(sorted(probes.items())), runs, tuple(dict.fromkeys(overridden)), otherwise)

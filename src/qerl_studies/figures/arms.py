@@ -60,11 +60,11 @@ def control_arms(settings: Sequence[Setting]) -> list[PlottedArm]:
     arms = []
     for quant in dict.fromkeys(one["quant.name"] for one in ordered):
         arms.append(PlottedArm(quant.upper()))
-        for one in ordered:
-            if one is plain[0] and one["quant.name"] == quant:
-                arms.append(plotted_arm(one, f"{one.label} (control)", None))
-            elif one["quant.name"] == quant:
-                arms.append(plotted_arm(one, one.label, plain[0]))
+        for setting in ordered:
+            if setting is plain[0] and setting["quant.name"] == quant:
+                arms.append(plotted_arm(setting, f"{setting.label} (control)", None))
+            elif setting["quant.name"] == quant:
+                arms.append(plotted_arm(setting, setting.label, plain[0]))
     return arms
 
 

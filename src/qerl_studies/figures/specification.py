@@ -131,16 +131,16 @@ def _draw(ax: Axes, panel: Panel, labels: Sequence[str], scaled: Sequence[Panel]
     """`scaled`: the panels that have its scale."""
     first = panel.specifications[0].measure
     margin_band(ax, *first.band, "x", BAND)
-    for one in panel.specifications:
-        y, shade = labels.index(one.label), SHADES[one.way.split(",")[0]]
-        value, low, high = first.ends_on_axis(one.estimate)
-        if not math.isnan(one.estimate.stderr):
+    for variant in panel.specifications:
+        y, shade = labels.index(variant.label), SHADES[variant.way.split(",")[0]]
+        value, low, high = first.ends_on_axis(variant.estimate)
+        if not math.isnan(variant.estimate.stderr):
             ax.plot([low, high], [y, y], color=shade, linewidth=1.1)
         ax.plot(
-            value, y, "D" if one.decides else "o", color=shade, markersize=4.5,
-            markerfacecolor="white" if one.pooled else shade,
+            value, y, "D" if variant.decides else "o", color=shade, markersize=4.5,
+            markerfacecolor="white" if variant.pooled else shade,
         )  # fmt: skip
-        ax.text(1.02, y, str(one.estimate.n), transform=ax.get_yaxis_transform(), va="center", fontsize=small())
+        ax.text(1.02, y, str(variant.estimate.n), transform=ax.get_yaxis_transform(), va="center", fontsize=small())
     label_rows(ax, labels if named else [""] * len(labels))
     ends = [end for one in scaled for end in one.ends]
     beside = 0.05 * (max(ends) - min(ends))

@@ -87,9 +87,9 @@ def _judged(first: str, second: str, arms: Mapping[str, Sequence[Run]], number: 
         reason = reason if lacking else "; ".join(dict.fromkeys([reason, *left_out, *apart]))
         means = tuple(number.mean({run.cell: run for run in runs}) for runs in known)
         return Judged(number, means, None, reason, first, second)
-    found = compared(one, other, number)
-    alike = "" if found.difference is not None and found.difference.has_interval else ALIKE
-    return Judged(number, found.means, found.effect, alike, first, second)
+    comparison = compared(one, other, number)
+    alike = "" if comparison.difference is not None and comparison.difference.has_interval else ALIKE
+    return Judged(number, comparison.means, comparison.effect, alike, first, second)
 
 
 def why_not(first: Arm, second: Arm, number: Headline) -> str:

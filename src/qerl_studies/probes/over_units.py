@@ -132,17 +132,17 @@ def by_scale(probes: Sequence[Record]) -> dict[float, dict[str, Record]]:
     """Copies by size of dither, then by seed of the copy: those that all sizes have, in all formats. Empty with one
     size.
     """
-    found: dict[float, dict[str, Record]] = {}
+    by_size: dict[float, dict[str, Record]] = {}
     formats = {*formats_of(probes)}
-    for one in (probe for probe in probes if formats <= probe["formats"].keys()):
-        scale, copy = word_of(one, "model.dither_scale"), word_of(one, "model.dither")
+    for record in (probe for probe in probes if formats <= probe["formats"].keys()):
+        scale, copy = word_of(record, "model.dither_scale"), word_of(record, "model.dither")
         if scale is not None and copy is not None:
-            found.setdefault(float(scale), {})[copy] = one
-    if len(found) < 2:
+            by_size.setdefault(float(scale), {})[copy] = record
+    if len(by_size) < 2:
         return {}
-    shared = set.intersection(*({*copies} for copies in found.values()))
-    ordered = [copy for copy in next(iter(found.values())) if copy in shared]
-    return {scale: {copy: found[scale][copy] for copy in ordered} for scale in sorted(found)} if shared else {}
+    shared = set.intersection(*({*copies} for copies in by_size.values()))
+    ordered = [copy for copy in next(iter(by_size.values())) if copy in shared]
+    return {scale: {copy: by_size[scale][copy] for copy in ordered} for scale in sorted(by_size)} if shared else {}
 
 
 def without_error(scaled: Mapping[float, Mapping[str, Record]], quant: str, number: Number) -> dict[str, Estimate]:

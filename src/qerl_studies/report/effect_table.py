@@ -43,18 +43,18 @@ def _rows(scope: str, contrast: OwnContrast) -> Iterator[dict[str, Any]]:
     first, second = contrast.treated.by_cell, contrast.control.by_cell
     common = common_cells(first, second)
     mixed = bool(mixed_machines([{cell: arm[cell] for cell in common} for arm in (first, second)]))
-    for one in HEADLINES:
-        whole = (found := compared(first, second, one)).difference
+    for headline in HEADLINES:
+        whole = (comparison := compared(first, second, headline)).difference
         if whole is None:
             continue
         ends = (whole.low, whole.high) if whole.has_interval else (math.nan, math.nan)
         numbers = {"effect": whole.value, "low": ends[0], "high": ends[1], "n": whole.n}
         yield {
             **{"scope": scope, "factor": contrast.factor, "contrast": contrast.label, "where": contrast.where},
-            **{"number": one.title, "metric": one.metric, **numbers, "pairs": len(common)},
+            **{"number": headline.title, "metric": headline.metric, **numbers, "pairs": len(common)},
             "unit": "base" if len({base for base, _ in common}) > 1 else "seed",
-            "margin": one.margin or math.nan,
-            "word": found.state.of_pair,
-            "correlation": found.correlation,
+            "margin": headline.margin or math.nan,
+            "word": comparison.state.of_pair,
+            "correlation": comparison.correlation,
             "mixed_machines": mixed,
         }

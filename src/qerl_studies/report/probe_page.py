@@ -183,7 +183,7 @@ def figures(probes: Sequence[Record]) -> dict[str, Callable[[], Figure]]:
     None without a second format.
     """
     known = detailed(probes)
-    found: dict[str, Callable[[], Figure]] = {}
+    drawings: dict[str, Callable[[], Figure]] = {}
     scaled = by_scale(known)
     for number, units in enumerate(() if scaled else groups(known).values()):
         first, *others = formats_of(units)
@@ -195,12 +195,12 @@ def figures(probes: Sequence[Record]) -> dict[str, Callable[[], Figure]]:
             ]
             note = f"To {first} of the same unit, and noise to the same format without: means of {len(units)} units"
             note += f" ({', '.join(fewer)})." if fewer else "."
-            found[f"probes{number or ''}"] = partial(_of_formats, units, others, note)
+            drawings[f"probes{number or ''}"] = partial(_of_formats, units, others, note)
     if scaled:
         copies = len(next(iter(scaled.values())))
         note = f"Means of {copies} copies. Right: each copy extrapolated to a file without rounding error."
-        found["probes_dither"] = lambda: in_panels(dither_panels(scaled), note)
-    return found
+        drawings["probes_dither"] = lambda: in_panels(dither_panels(scaled), note)
+    return drawings
 
 
 def _of_formats(units: Sequence[Record], others: Sequence[str], note: str) -> Figure:
@@ -218,7 +218,7 @@ def format_panels(units: Sequence[Record], others: Sequence[str]) -> list[ProbeP
         for quant in others
     }
     tenths = [str(part + 1) for part in range(PARTS)]
-    found = [
+    panels = [
         ProbePanel(title="right answers", axis="temperature", at=temperatures, lines=right, label="difference, points"),
         ProbePanel(
             title="entropy at temperature 1", axis="tenth of the completion", at=tenths, lines=parts,
@@ -237,17 +237,17 @@ def format_panels(units: Sequence[Record], others: Sequence[str]) -> list[ProbeP
             for quant in formats_of(units)
         }
         sigmas = [f"{curve[at]['sigma']:g}" for at in sizes]
-        found += [
+        panels += [
             ProbePanel(title="entropy with noise", axis="sigma", at=sigmas, lines=rises, label="change, %"),
             ProbePanel(title="right answers with noise", axis="sigma", at=sigmas, lines=falls, label="change, points"),
         ]
-    return found
+    return panels
 
 
 def dither_panels(sizes: Mapping[float, Mapping[str, Record]]) -> list[ProbePanel]:
     """Entropy and accuracy at temperature 1 by size of dither, with both extrapolations at the left."""
     first, *others = formats_of([one for copies in sizes.values() for one in copies.values()])
-    found = []
+    panels = []
     for title, label, number, shown in (
         ("entropy", "difference, %", log_over(first, entropy_at("1")), as_per_cent),
         ("right answers", "difference, points", minus(first, right_at("1")), as_points),
@@ -258,13 +258,13 @@ def dither_panels(sizes: Mapping[float, Mapping[str, Record]]) -> list[ProbePane
             ends = without_error(sizes, quant, number)
             lines[quant] = [shown(one) for one in (*means, *ends.values())]
         at = [*(f"{size:g}" for size in sizes), *ends]
-        found.append(
+        panels.append(
             ProbePanel(
                 title=f"{title} at temperature 1", axis="dither, cell variances", at=at, lines=lines, label=label,
                 apart=len(ends),
             )
         )  # fmt: skip
-    return found
+    return panels
 
 
 def as_points(estimate: Estimate) -> Shown:

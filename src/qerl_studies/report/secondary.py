@@ -76,23 +76,23 @@ def secondary_page(study: Sessions, pairs: Sequence[tuple[str, str]]) -> str:
     Then the differences of any two of these arms that share bases, by sampled and by greedy answers.
     """
     arms = list(dict.fromkeys(arm for pair in pairs for arm in reversed(pair)))
-    found = {measure: values_of(study, arms, measure) for measure in (*SHOWN, SAMPLED)}
+    values = {measure: values_of(study, arms, measure) for measure in (*SHOWN, SAMPLED)}
     lines = [
         [
             measure.name,
             *(measure.level_text(of[arm].mean(skipna=False)) for arm in arms),
             *(measure.with_interval(difference(of, pair)) for pair in pairs),
         ]
-        for measure, of in found.items()
+        for measure, of in values.items()
         if measure is not SAMPLED
     ]
     heads = ["", *arms, *(" - ".join(pair) for pair in pairs)]
-    of = found[SAMPLED]
+    of = values[SAMPLED]
     any_two = [
         [
             " - ".join(pair),
             str(count),
-            *(one.with_interval(difference(found[one], pair)) for one in (SAMPLED, GREEDY)),
+            *(one.with_interval(difference(values[one], pair)) for one in (SAMPLED, GREEDY)),
             SAMPLED.with_interval(least_squares(of[pair[0]], of[pair[1]], study.session_of)),
             f"{correlation(of[pair[0]], of[pair[1]]):+.2f}".replace("+nan", "-"),
         ]

@@ -57,7 +57,7 @@ def studies_in(folders: Iterable[Path]) -> dict[str, Path]:
 
     Other runs below a `data` are pilots and decide nothing. Raises ConfigError without any, or if two have one name.
     """
-    found: dict[Path, str] = {}
+    names: dict[Path, str] = {}
     for folder in folders:
         require(folder.is_dir(), f"{folder} is not a folder: pass a study, or a folder that holds some")
     for folder in map(Path.resolve, folders):
@@ -67,11 +67,11 @@ def studies_in(folders: Iterable[Path]) -> dict[str, Path]:
             if study.parent.name == "data":
                 continue
             below = study != folder and study.is_relative_to(folder)
-            found.setdefault(study, study.relative_to(folder).as_posix() if below else study.name)
-    twice = sorted({name for name in found.values() if [*found.values()].count(name) > 1})
-    require(bool(found), f"no study in {', '.join(map(str, folders))}: a study is made by qerl-bench collect or study")
+            names.setdefault(study, study.relative_to(folder).as_posix() if below else study.name)
+    twice = sorted({name for name in names.values() if [*names.values()].count(name) > 1})
+    require(bool(names), f"no study in {', '.join(map(str, folders))}: a study is made by qerl-bench collect or study")
     require(not twice, f"several studies are called {', '.join(twice)}: pass folders in which they have other names")
-    return {name: folder for folder, name in sorted(found.items(), key=lambda one: one[1])}
+    return {name: folder for folder, name in sorted(names.items(), key=lambda one: one[1])}
 
 
 def verdicts_of(studies: Mapping[str, Path]) -> dict[str, Any]:
@@ -234,8 +234,8 @@ def _primary_records(study: str, seen: Sessions, primary: Primary) -> Iterator[R
     measure, bases = MEASURES[primary.measure], [*seen.probes]
     (scope,) = by_scope([*seen.runs.values()])
     words = {arm.name: arm.words for arm in seen.design.arms}
-    for one in look(seen, primary, len(bases)):
-        pair = primary.contrasts[one.name]
+    for result in look(seen, primary, len(bases)):
+        pair = primary.contrasts[result.name]
         arms = [(name, words[name], [run for base in bases for run in runs_of(seen, name, base)]) for name in pair]
         sides = [runs for *_, runs in arms]
         yield {
@@ -243,20 +243,20 @@ def _primary_records(study: str, seen: Sessions, primary: Primary) -> Iterator[R
             "scope": scope,
             "paper": None,
             "address": None,
-            "claim": f"{one.name}, a primary contrast of the study",
+            "claim": f"{result.name}, a primary contrast of the study",
             "answers_to": claims_about(*sides),
             "exploratory": False,
             "expected": "more",
             "contrast": " - ".join(pair),
-            **_measured(measure, primary.margin, arms, one.effect, one.over_bases, None),
+            **_measured(measure, primary.margin, arms, result.effect, result.over_bases, None),
             "greedy": None,
-            "bases": _bases(measure, arms, one.effect),
+            "bases": _bases(measure, arms, result.effect),
             "look": {"bases": len(bases), "level": primary.looks[len(bases)], "planned": [*primary.looks]},
             "setting": setting_of([run for of_arm in sides for run in of_arm]),
-            "verdict": one.verdict,
-            "word": one.state.word,
-            "state": _state(one.state),
-            "reason": one.exploratory,
+            "verdict": result.verdict,
+            "word": result.state.word,
+            "state": _state(result.state),
+            "reason": result.exploratory,
         }
 
 

@@ -196,18 +196,18 @@ class Run:
         Raises ConfigError if answers were not kept, or if none are of this mode or have that column.
         """
         where = self.path / "samples.parquet"
-        found = self.counted
+        counted = self.counted
         require(
-            found is not None,
+            counted is not None,
             f"the held-out answers of {self.name} were not kept: {where} is missing (or, in a committed study, its "
             "rows of answers.parquet). Run it with eval=task",
         )
-        assert found is not None
-        modes = found.asked.places
+        assert counted is not None
+        modes = counted.asked.places
         require(mode in modes, f"{where} has no answers with mode={mode}: leave the run out, or run it again")
-        known = {"correct", *LATER} & {*found.counts}
+        known = {"correct", *LATER} & {*counted.counts}
         require(column in known, f"{where} does not say of its answers: {column}")
-        return found.shares(mode, column)
+        return counted.shares(mode, column)
 
     @cached_property
     def counted(self) -> CountedAnswers | None:

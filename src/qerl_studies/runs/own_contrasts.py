@@ -74,7 +74,7 @@ class Levels:
 def own_contrasts(settings: Sequence[Setting]) -> list[OwnContrast]:
     """The contrasts among settings of one model and task, factor by factor."""
     levels = Levels(settings)
-    found: list[OwnContrast] = []
+    contrasts: list[OwnContrast] = []
     for factor, texts in levels.by_factor.items():
         groups: dict[tuple[tuple[str, ...], ...], list[int]] = {}
         for place in range(len(settings)):
@@ -82,17 +82,17 @@ def own_contrasts(settings: Sequence[Setting]) -> list[OwnContrast]:
         for members in groups.values():
             first = min(members, key=lambda place: levels.rank(texts[place]))
             where = levels.shown(first, without=factor)
-            found += [
+            contrasts += [
                 OwnContrast(factor, _label(texts[place], texts[first]), where, settings[place], settings[first])
                 for place in sorted(members, key=lambda place: [*map(_in_order, texts[place])])
                 if place != first
             ]
-    return [*found, *_of_several_factors(levels, found)]
+    return [*contrasts, *_of_several_factors(levels, contrasts)]
 
 
-def _of_several_factors(levels: Levels, found: Sequence[OwnContrast]) -> Iterator[OwnContrast]:
+def _of_several_factors(levels: Levels, contrasts: Sequence[OwnContrast]) -> Iterator[OwnContrast]:
     """The settings that no contrast has, each minus the plainest setting."""
-    compared = {id(one) for contrast in found for one in (contrast.treated, contrast.control)}
+    compared = {id(one) for contrast in contrasts for one in (contrast.treated, contrast.control)}
     places = range(len(levels.settings))
     first = min(places, key=lambda place: [levels.rank(texts[place]) for texts in levels.by_factor.values()])
     for place in places:

@@ -45,25 +45,25 @@ def parts_of(folder: Path) -> ReportedParts:
         by_run.setdefault((row.arm, row.seed, row.source if row.seed is None else ""), []).append(row)
     require(bool(by_run), f"{folder / REPORTED} has no row. {REMEDY}")
     configs: dict[str, dict[str, Any]] = {}
-    found = ReportedParts(configs, [_environment(about, by_run)], {}, {}, {})
+    parts = ReportedParts(configs, [_environment(about, by_run)], {}, {}, {})
     for number, ((arm, seed, source), rows) in enumerate(by_run.items(), start=1):
         name = run_name(arm, seed, source)
-        require(name not in found.runs, f"{folder / REPORTED}: two runs are called {name}: name arms apart. {REMEDY}")
+        require(name not in parts.runs, f"{folder / REPORTED}: two runs are called {name}: name arms apart. {REMEDY}")
         config = _config(rows, about.arms.get(arm, {}))
         listed = fingerprint(config)
         configs[listed] = flat(config)
         unknown = -number  # of no other run, so that it is in no pair
-        found.runs[name] = {
+        parts.runs[name] = {
             "fingerprint": listed,
             "seed": unknown if seed is None else seed,
             "environment": 0,
             "finished": seed is not None and name not in about.unjudged,
         }
-        found.metrics[name] = _metrics(rows, f"{folder / REPORTED}: {name}")
+        parts.metrics[name] = _metrics(rows, f"{folder / REPORTED}: {name}")
         answers = _answers(rows)
         if not answers.empty:
-            found.answers[name] = answers
-    return found
+            parts.answers[name] = answers
+    return parts
 
 
 def run_name(arm: str, seed: int | None, source: str) -> str:

@@ -32,19 +32,19 @@ KEYS = frozenset(  # behind the name of the architecture; those of a scaling, bu
 
 def rope_parameters(header: Header, head_dim: int) -> dict[str, Any]:
     """`rope_parameters` of the config. Raises ConfigError for a scaling that cannot be set."""
-    one = {"rope_theta": shortest(header.need(f"{header.architecture}.rope.freq_base")), **_scaling(header)}
+    parameters = {"rope_theta": shortest(header.need(f"{header.architecture}.rope.freq_base")), **_scaling(header)}
     if FREQUENCIES in header.tensors:
         require(
-            one["rope_type"] == "default" and header.architecture == "llama",
+            parameters["rope_type"] == "default" and header.architecture == "llama",
             f"model.id={header.path} has {FREQUENCIES} beside {header.architecture}.rope.scaling.type="
-            f"{one['rope_type']}, a rotary embedding that is not known; choose another file",
+            f"{parameters['rope_type']}, a rotary embedding that is not known; choose another file",
         )
-        one |= _llama3(header, one["rope_theta"], head_dim)
+        parameters |= _llama3(header, parameters["rope_theta"], head_dim)
     if header.architecture != "gemma3":
-        return one
+        return parameters
     local = header.metadata.get("gemma3.rope.freq_base_swa", LOCAL_THETA)
     return {
-        "full_attention": one,
+        "full_attention": parameters,
         "sliding_attention": {"rope_type": "default", "rope_theta": shortest(local)},
     }
 

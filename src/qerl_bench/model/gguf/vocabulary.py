@@ -61,7 +61,7 @@ def write_tokenizer(header: Header, folder: Path) -> None:
 def _special(header: Header) -> dict[str, str]:
     """The special tokens by the names that transformers has for them."""
     tokens = header.need(f"{PREFIX}tokens")
-    found = {}
+    special = {}
     for name in ("bos", "eos", "unknown", "padding"):
         number = header.metadata.get(f"{PREFIX}{name}_token_id")
         if number is not None:
@@ -70,12 +70,12 @@ def _special(header: Header) -> dict[str, str]:
                 f"model.id={header.path}: {PREFIX}{name}_token_id={number} is none of the {len(tokens)} tokens; "
                 "download the file again",
             )
-            found[{"unknown": "unk_token", "padding": "pad_token"}.get(name, f"{name}_token")] = tokens[number]
+            special[{"unknown": "unk_token", "padding": "pad_token"}.get(name, f"{name}_token")] = tokens[number]
     require(
-        "eos_token" in found,
+        "eos_token" in special,
         f"model.id={header.path} has no {PREFIX}eos_token_id, so that no answer would end; choose another file",
     )
-    return found
+    return special
 
 
 def _adds_bos(header: Header) -> bool:
@@ -168,8 +168,8 @@ def merges_of(vocabulary: Mapping[str, int], scores: list[float], types: list[in
 def stop_tokens(header: Header, tokenizer: Any) -> list[int]:
     """Ids of the tokens that end a completion, the file's own first; with the one behind a turn of the template."""
     tokens, types = header.need(f"{PREFIX}tokens"), header.need(f"{PREFIX}token_type")
-    found = [header.metadata.get(f"{PREFIX}{name}_token_id") for name in ("eos", "eot", "eom")]
-    found += [number for number, token in enumerate(tokens) if types[number] == CONTROL and token in ENDS]
+    stops = [header.metadata.get(f"{PREFIX}{name}_token_id") for name in ("eos", "eot", "eom")]
+    stops += [number for number, token in enumerate(tokens) if types[number] == CONTROL and token in ENDS]
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": MARK}]
         try:
@@ -178,5 +178,5 @@ def stop_tokens(header: Header, tokenizer: Any) -> list[int]:
             text = ""
         behind = text.rpartition(MARK)[2] if MARK in text else ""
         ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
-        found += [number for number in ids if types[number] in (CONTROL, USER_DEFINED)][:1]
-    return [*dict.fromkeys(number for number in found if number is not None)]
+        stops += [number for number in ids if types[number] in (CONTROL, USER_DEFINED)][:1]
+    return [*dict.fromkeys(number for number in stops if number is not None)]
