@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomError(INT8):
-    """W + E, with E of each row as long as `size` times the error of `like` in that row."""
+    """W + E: in each row E is `size` times as long as the error of `like`."""
 
     like: WeightFormat
     size: float
@@ -37,6 +37,9 @@ class RandomError(INT8):
             f"quant={self.name} imitates a format of blocks and stores rows, got quant.like={self.like.name} and "
             f"quant.block={self.block}; use quant@quant.like=nvfp4 and quant.block=row",
         )
+
+    def check_width(self, name: str, in_features: int) -> None:
+        self.like.check_width(name, in_features)
 
     def pack(self, weight: torch.Tensor, tensor_amax: float | None = None) -> dict[str, torch.Tensor]:
         self.require_finite(weight)

@@ -79,6 +79,7 @@ def test_temperatures_are_measured_on_other_copies_and_questions_alike(words: li
         tree: Any = compose(design.words(arm, 31, 0, sigma=None))
         assert (tree.quant.name, tree.rollout.temperature, tree.steps) == (kind, float(temperature), 1)
         assert tree.rollout.prompts_per_step * tree.rollout.group_size == 1024
+        build(tree)
     trained: Any = compose(other.words(other.arms[0], 51, 0, sigma=None))
     measured: Any = compose(design.words(design.arms[0], 31, 0, sigma=None))
     trained.model.dither = 31
@@ -118,10 +119,12 @@ def test_what_no_random_error_can_be_is_refused(word: str, named: str) -> None:
         build(compose(["experiment=smoke", "quant=random-error", word, *user_options.words_in_use()]))
 
 
-def test_another_quantizer_would_leave_the_error_out() -> None:
+def test_other_widths_and_quantizers_are_refused() -> None:
     found: Any = build(
         compose(["experiment=smoke", "quant=random-error", "quantizer=mse", *user_options.words_in_use()])
     )
+    with pytest.raises(ConfigError, match="blocks of 16"):
+        found.quant.check_width("model.layers.0.mlp.up_proj", 13)
     with pytest.raises(ConfigError, match="rtn"):
         found.quantizer.pack(torch.randn(16, 32).bfloat16(), found.quant, None, None)
 
