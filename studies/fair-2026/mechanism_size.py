@@ -1,9 +1,9 @@
-"""KL of NVFP4 and of `random-error` from BF16 on committed answers; nothing is sampled, so a CPU will do.
+"""Which size of `random-error` has NVFP4's KL from BF16, on committed answers; nothing is sampled: a CPU will do.
 
     python studies/fair-2026/mechanism_size.py model.id=FILE.gguf task.train_file=FILE task.eval_file=FILE
 
 Over the whole vocabulary, in nats a token, on BF16's own answers at temperature 1 in copies 1 to 4 of the 0.5B, which
-the first look at released models packed.
+the first look at released models packed. KL goes with the square of the size.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from qerl_core.seeding import derive
 from qerl_core.statistics import mean_ci
 
 STUDY = Path(__file__).resolve().parent
+SIZE = 0.935  # at which it is measured
 ANSWERS = STUDY.parent / "real-2026" / "first-look" / "data" / "formats-05b" / "probe_answers.parquet"
 
 
@@ -45,15 +46,17 @@ def main() -> None:
     user_options.use([STUDY / "conf"])
     answers = pd.read_parquet(ANSWERS)
     answers = answers[(answers["quant"] == "bf16") & (answers["temperature"] == 1) & answers["completion"].notna()]
-    found = []
+    found, formats = [], (["quant=nvfp4"], ["quant=random-error", f"quant.size={SIZE}"])
     for copy in range(1, 5):
         of: Any = answers[(answers["base"] == copy) & answers["finished"]]
         words = [*sys.argv[1:], f"model.dither={copy}", *user_options.words_in_use()]
         known = logarithms([*words, "quant=bf16"], of)
-        found.append([mean_kl(known, logarithms([*words, f"quant={one}"], of)) for one in ("nvfp4", "random-error")])
+        found.append([mean_kl(known, logarithms([*words, *one], of)) for one in formats])
         print(copy, *(f"{kl:.5f}" for kl in found[-1]), flush=True)
     nvfp4, error = np.array(found).T
-    print("beside NVFP4's:", *np.exp([(one := mean_ci(np.log(error / nvfp4))).value, one.low, one.high]).round(3))
+    ratio = mean_ci(np.log(error / nvfp4))
+    beside = np.exp([ratio.value, ratio.low, ratio.high])
+    print("KL beside NVFP4's:", *beside.round(3), "size that has it:", *(SIZE * beside[[0, 2, 1]] ** -0.5).round(3))
 
 
 if __name__ == "__main__":

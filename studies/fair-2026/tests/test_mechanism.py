@@ -29,7 +29,7 @@ PART = STUDY / "mechanism"
 PAGE = script("studies/fair-2026/mechanism.py")
 COPIES, RISE, SAME = range(51, 59), 0.15, "no difference beyond the margin"
 MATCHED = {"bf16": 0.0, "nvfp4": RISE, "bf16-hot": RISE, "nvfp4-cool": 0.0, "random": 0.1}  # log entropy above BF16's
-COSTS = dict.fromkeys(("nvfp4", "nvfp4-cool", "random"), -0.047)
+COSTS: Mapping[str, float] = dict.fromkeys(("nvfp4", "nvfp4-cool", "random"), -0.047)
 FROZEN = "HASH"  # SHA-256 of the protocol without its amendments
 
 
@@ -100,7 +100,7 @@ def test_what_no_random_error_can_be_is_refused() -> None:
         quant_of().encode(None, None)
 
 
-def table(late: Mapping[str, float], early: Mapping[str, float] = MATCHED, error: float = 0.004) -> pd.DataFrame:
+def table(late: Mapping[str, float], early: Mapping[str, float] = MATCHED, error: float = 0.004) -> Any:
     """Planted runs of two sessions; errors of an arm in a session add up to nothing."""
     draw, rows = np.random.default_rng(0), []
     for arm in PAGE.FORMATS:
@@ -112,7 +112,7 @@ def table(late: Mapping[str, float], early: Mapping[str, float] = MATCHED, error
     return pd.DataFrame(rows)
 
 
-def told(rows: pd.DataFrame, kl: float = 1.0) -> tuple[dict[str, str], str]:
+def told(rows: Any, kl: float = 1.0) -> tuple[dict[str, str], str]:
     """The word of each contrast, and the sentence."""
     page = PAGE.words_of(rows, kl)
     lines = [line.strip("| ").split(" | ") for part in (page[0], page[3]) for line in part.splitlines()[2:]]
@@ -123,10 +123,10 @@ def told(rows: pd.DataFrame, kl: float = 1.0) -> tuple[dict[str, str], str]:
     ("late", "entropy", "sentence"),
     [
         (COSTS, SAME, "Damage acts, and entropy by itself makes less than half"),
-        (COSTS | {"bf16-hot": -0.04, "nvfp4-cool": -0.01}, "lower", "Entropy acts, and damage does"),
-        (COSTS | {"bf16-hot": 0.04, "nvfp4-cool": -0.09}, "higher", "Entropy acts, and damage does"),
+        ({**COSTS, "bf16-hot": -0.04, "nvfp4-cool": -0.01}, "lower", "Entropy acts, and damage does"),
+        ({**COSTS, "bf16-hot": 0.04, "nvfp4-cool": -0.09}, "higher", "Entropy acts, and damage does"),
         ({"nvfp4": -0.047, "bf16-hot": -0.047}, "lower", "Entropy acts; that damage does is not"),
-        (COSTS | {"random": 0}, SAME, "Which of the two acts is not decided"),
+        ({**COSTS, "random": 0}, SAME, "Which of the two acts is not decided"),
         ({}, SAME, "These copies do not show that NVFP4 costs answers"),
     ],
 )
@@ -140,7 +140,7 @@ def test_what_is_planted_is_said(late: Mapping[str, float], entropy: str, senten
 
 
 def test_what_runs_leave_open_is_not_decided() -> None:
-    found, said = told(table(COSTS | {"bf16-hot": -0.023}, error=0.03))
+    found, said = told(table({**COSTS, "bf16-hot": -0.023}, error=0.03))
     assert found[PAGE.ENTROPY] == "not decided" and said == "Damage acts; whether entropy does is not decided"
     rows = table(COSTS)
     assert {*told(rows[rows["copy"] < 58])[0].values()} == {"not decided"}
