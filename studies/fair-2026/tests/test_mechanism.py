@@ -30,7 +30,8 @@ PAGE = script("studies/fair-2026/mechanism.py")
 COPIES, RISE, SAME = range(51, 59), 0.15, "no difference beyond the margin"
 MATCHED = {"bf16": 0.0, "nvfp4": RISE, "bf16-hot": RISE, "nvfp4-cool": 0.0, "random": 0.1}  # log entropy above BF16's
 COSTS: Mapping[str, float] = dict.fromkeys(("nvfp4", "nvfp4-cool", "random"), -0.047)
-FROZEN = "HASH"  # SHA-256 of the protocol without its amendments
+# SHA-256 of the protocol without its amendments
+FROZEN = "e0257e5add4e60da00895350f0cb4a66db21fe0ea5cf1fa9a8351117783e97af"
 
 
 @pytest.fixture(autouse=True)
