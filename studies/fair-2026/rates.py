@@ -114,22 +114,28 @@ def read_size(size: str, data: Path) -> Size:
     for name in DESIGNS[size]:
         design = read_design(HERE / name / "study.yaml", user_options.search_path([STUDY / "conf"]))
         runs = read_sessions(design, sorted(path.parent for path in (data / name).glob("*/study.yaml"))).runs
-        homes = {(copy, run.path.parent.name) for (_, copy, _), run in runs.items()}
-        cards = {(run.path.parent.name, run.device) for run in runs.values()}
-        for what, pairs in (("a copy in several sessions", homes), ("a session of several cards", cards)):
-            require(len(pairs) == len(dict(pairs)), f"{name} has {what}: {sorted(pairs)}; leave one out")
+        require_whole(name, runs)
         made = Counter(copy for _, copy, _ in runs)
         left_out += [f"{copy} of {name}" for copy in design.bases if made[copy] < len(design.arms)]
         for (arm, copy, _), run in runs.items():
             if made[copy] == len(design.arms):
-                rows.append({"arm": arm, "copy": copy, "session": run.path.parent.name} | numbers_of(arm, run))
+                rows.append(
+                    {"arm": arm, "copy": copy, "session": run.path.parent.name} | numbers_of(FORMATS[kind_of(arm)], run)
+                )
                 questions = run.answers("sampled", "lenient").index
     return Size(pd.DataFrame(rows), left_out, older_references(size, questions) if rows else np.array([]))
 
 
-def numbers_of(arm: str, run: Run) -> dict[str, float]:
-    """What is compared of a run: answers and rewards as shares, the logarithm of entropy in nats."""
-    own = FORMATS[kind_of(arm)]
+def require_whole(name: str, runs: Mapping[tuple[str, int, int], Run]) -> None:
+    """Raise ConfigError if a session has several cards, or a copy several sessions."""
+    homes = {(copy, run.path.parent.name) for (_, copy, _), run in runs.items()}
+    cards = {(run.path.parent.name, run.device) for run in runs.values()}
+    for what, pairs in (("a copy in several sessions", homes), ("a session of several cards", cards)):
+        require(len(pairs) == len(dict(pairs)), f"{name} has {what}: {sorted(pairs)}; leave one out")
+
+
+def numbers_of(own: str, run: Run) -> dict[str, float]:
+    """What is compared of a run in the format `own`: shares of answers, rewards, the logarithm of entropy in nats."""
     asked = {
         name: at(run, f"eval/{'' if form == own else f'in/{form}/'}lenient_{mode}", LATE[-1])
         for name, (mode, form) in ASKED.items()
@@ -141,8 +147,8 @@ def numbers_of(arm: str, run: Run) -> dict[str, float]:
     steps: Any = train.assign(kind="train").to_dict("records")
     return asked | {
         "late": float(np.mean([at(run, "eval/lenient_sampled", step) for step in LATE])),
-        "greedy": asked[f"greedy in {own}"],
-        "answering": asked["sampled in bf16"] - asked[f"sampled in {own}"],
+        "greedy": at(run, "eval/lenient_greedy", LATE[-1]),
+        "answering": asked["sampled in bf16"] - at(run, "eval/lenient_sampled", LATE[-1]),
         "first": float(train["reward/mean"].iloc[:FIRST].mean()),
         "last": float(train["reward/mean"].iloc[-LAST:].mean()),
         "entropy": math.log(train["entropy"].iloc[-LAST:].mean()),

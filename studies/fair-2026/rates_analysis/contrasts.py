@@ -63,17 +63,17 @@ class Contrast(NamedTuple):
     word: str
 
 
-def tested(rows: Table, asked: Asked) -> dict[str, Contrast]:
+def tested(rows: Table, asked: Asked, margin: float = MARGIN) -> dict[str, Contrast]:
     """The contrasts of one table, by name."""
     found = {name: effect(rows, *one) for name, one in asked.items()}
     trained = [all(has_trained(rows, arm) for arm in weights) for weights, _ in asked.values()]
     raw = [one.p_outside(0.0) if ok else math.nan for one, ok in zip(found.values(), trained, strict=True)]
     each = zip(found.values(), raw, holm(raw).tolist(), trained, strict=True)
-    contrasts = [Contrast(one, p, adjusted, word_of(one, adjusted, ok)) for one, p, adjusted, ok in each]
+    contrasts = [Contrast(one, p, adjusted, word_of(one, adjusted, ok, margin)) for one, p, adjusted, ok in each]
     return dict(zip(found, contrasts, strict=True))
 
 
-def word_of(found: Estimate, p: float, trained: bool = True) -> str:
+def word_of(found: Estimate, p: float, trained: bool = True, margin: float = MARGIN) -> str:
     """The protocol's word."""
     if found.n < COPIES:
         return "not decided"
@@ -81,7 +81,7 @@ def word_of(found: Estimate, p: float, trained: bool = True) -> str:
         return "not tested"
     if p < LEVEL:
         return "higher" if found.value > 0 else "lower"
-    within = found.low >= -MARGIN and found.high <= MARGIN
+    within = found.low >= -margin and found.high <= margin
     return "no difference beyond the margin" if within else "not decided"
 
 
