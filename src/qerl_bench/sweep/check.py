@@ -40,6 +40,12 @@ def check_single(argv: list[str]) -> Point | None:
         raise ConfigError(no_flag(unknown))
     given = {key: value for key, value in vars(parsed).items() if value}
     words = given.get("overrides", [])
+    grids = [word for word in words if word.lstrip("+~").startswith("hydra.sweeper.params")]
+    require(not grids, f"{' '.join(grids)}: that is for an experiment file; here a sweep is -m seed=0,1")
+    require(
+        "experimental_rerun" not in given,
+        "--experimental-rerun reads a pickle, which may run anything: a run is repeated by its command, argv in env.json",
+    )
     if "cfg" in given:
         one = first_values(words)
         shown = " ".join(["--cfg", given["cfg"], *one])

@@ -16,7 +16,8 @@ from omegaconf import OmegaConf
 from qerl_core.checks import ConfigError, require
 from qerl_core.process.installation import CONF_DIR
 
-PLACES = ("run.dir", "sweep.dir", "sweep.subdir", "job.chdir")  # where a run lies, which its files ask `root` for
+PLACES = ("run.dir", "sweep.dir", "sweep.subdir", "job.chdir", "output_subdir")  # for which its files ask `root`
+LOG = {"job.name": "run", "job_logging.handlers.file.filename": "${hydra.runtime.output_dir}/${hydra.job.name}.log"}
 LAUNCHER = "hydra.launcher."
 LAUNCHERS = ("process", "slurm")
 
@@ -30,15 +31,20 @@ def refuse_unusable(hydra: Any) -> None:
         f"hydra.job.env_copy={list(copied or [])} would write these variables to multirun.yaml; leave it out: a run "
         "inherits the environment as it is",
     )
-    given = OmegaConf.to_container(hydra, resolve=False)
-    for key in PLACES:
-        node, name = key.split(".")
-        value, ours = given[node][name], _written()[node][name]  # type: ignore[index,call-overload]
+    for key, ours in ({key: _at(_written(), key) for key in PLACES} | LOG).items():
+        value = _at(OmegaConf.to_container(hydra, resolve=False), key)
         require(
             value == ours,
-            f"hydra.{key}={value} would have Hydra write outside of the run's folder: leave it out; root=DIR says "
-            "where runs lie (DIR/runs/NAME), name=NAME what one is called",
+            f"hydra.{key}={value} would part what Hydra writes from the files of the run: leave it, or what leads to "
+            "it, out; root=DIR says where runs lie (DIR/runs/NAME), name=NAME what one is called; -q prints less",
         )
+
+
+def _at(tree: Any, key: str) -> Any:
+    """The value of a dotted key; None if there is none."""
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
 
 
 @lru_cache(maxsize=1)

@@ -45,6 +45,7 @@ ANSWERS_SCHEMA = pa.schema(
 TIDY_COLUMNS = pa.schema(
     {"run": TEXT, "fingerprint": TEXT, "kind": TEXT, "step": pa.int64(), "metric": TEXT, "value": pa.float64()}
 )
+EVERY_STEP = "reward/mean"  # which each step of training has
 LATER = ("lenient", "finished", "tokens")  # columns that older studies lack
 # Config keys that decide no number and may be private; a run that is read again has these values instead.
 NOT_KEPT = {"root": ".", "logger": {"_target_": "qerl_bench.logger.jsonl.LocalOnly", "name": "jsonl"}}
@@ -150,11 +151,12 @@ def _read(path: Path, _stamps: tuple[tuple[str, int, int], ...]) -> CommittedStu
         not broken,
         f"{where} lacks the setting, the environment or the seed of {first_names(broken)}. {remedy}",
     )
-    return CommittedStudy(path, configs, environments, runs, _read_metrics(path, runs), _read_answers(path, runs))
+    steps = {name: configs[run["fingerprint"]].get("steps") for name, run in runs.items() if run["finished"]}
+    return CommittedStudy(path, configs, environments, runs, _read_metrics(path, runs, steps), _read_answers(path, runs))
 
 
-def _read_metrics(path: Path, runs: Mapping[str, dict[str, Any]]) -> dict[str, pd.DataFrame]:
-    """tidy.parquet cut into the tables of the runs, as parse.read_metrics makes them."""
+def _read_metrics(path: Path, runs: Mapping[str, Any], steps: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
+    """tidy.parquet cut into the tables of the runs, as parse.read_metrics makes them. `steps` are of finished runs."""
     frame = _read_columns(path / TIDY, TIDY_COLUMNS).unify_dictionaries().to_pandas()
     pairs = frame[["run", "fingerprint"]].drop_duplicates().astype(str).to_numpy().tolist()
     unknown = {name: listed for name, listed in pairs if runs.get(name, {}).get("fingerprint") != listed}
@@ -163,6 +165,8 @@ def _read_metrics(path: Path, runs: Mapping[str, dict[str, Any]]) -> dict[str, p
         f"{path / SETTINGS} does not know {len(unknown)} runs of {TIDY}, or lists them under other fingerprints than "
         f"{first_names({*unknown.values()})}: {first_names(unknown)}. {REMEDY}{path}",
     )
+    _require_once(path / TIDY, frame, ["run", "kind", "metric", "step"])
+    _require_all_steps(path, frame, steps)
     metrics = {}
     for name, rows in frame.groupby("run", observed=True, sort=False).indices.items():
         part = frame.take(rows).reset_index(drop=True)
@@ -171,6 +175,30 @@ def _read_metrics(path: Path, runs: Mapping[str, dict[str, Any]]) -> dict[str, p
             {"kind": kind, "step": part["step"], "metric": metric, "value": part["value"]}
         )
     return metrics
+
+
+def _require_once(file: Path, frame: pd.DataFrame, keys: list[str]) -> None:
+    """Raise ConfigError unless each row has its own `keys`, and a step from 0 on."""
+    twice = frame.duplicated(keys)
+    row = frame.loc[twice, keys].astype(str).agg(" ".join, axis="columns").iloc[0] if twice.any() else ""
+    require(not row, f"{file} has {row} twice. {REMEDY}{file.parent}")
+    require(bool((frame["step"] >= 0).all()), f"{file}: step is below 0. {REMEDY}{file.parent}")
+
+
+def _require_all_steps(path: Path, frame: pd.DataFrame, steps: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a finished run that lacks a step, or the evaluation after the last one."""
+    trained = frame[(frame["kind"] == "train") & (frame["metric"] == EVERY_STEP)].groupby("run", observed=True)["step"]
+    asked = frame[frame["kind"] == "eval"].groupby("run", observed=True)["step"].max()
+    count, last = trained.count(), trained.max()
+    nothing = {*steps} - {*frame["run"].unique()} if len(count) else {*()}
+    lacking = [
+        name
+        for name, planned in steps.items()
+        if (name in count and not count[name] == last[name] == planned)
+        or (name in asked and asked[name] != planned)
+        or (name in nothing and planned)
+    ]
+    require(not lacking, f"{path / TIDY} lacks steps of finished runs: {first_names(lacking)}. {REMEDY}{path}")
 
 
 def _used_categories(column: Any) -> pd.Categorical:
@@ -185,6 +213,9 @@ def _read_answers(path: Path, runs: Mapping[str, Any]) -> dict[str, pd.DataFrame
     fields = schema_of(path / ANSWERS)
     plain = pa.schema([(field.name, pa.string() if field.type == TEXT else pa.int64()) for field in fields])
     frame = _read_columns(path / ANSWERS, plain).to_pandas()
+    _require_once(path / ANSWERS, frame, ["run", "mode", "question", "step"])
+    possible = frame["correct"].between(0, frame["samples"]) & (frame["samples"] > 0)
+    require(bool(possible.all()), f"{path / ANSWERS}: correct must be from 0 to samples. {REMEDY}{path}")
     answers = {str(name): part.drop(columns="run") for name, part in frame.groupby("run", sort=False)}
     unknown = answers.keys() - runs.keys()
     require(
