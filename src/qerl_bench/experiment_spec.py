@@ -99,7 +99,7 @@ class Experiment:
         )
         require(
             self.root[:1] != "~" and "$" not in self.root,
-            f"root={self.root}: only a shell expands ~ and $, not a file or quotes; write the path, or ${{oc.env:HOME}}",
+            f"root={self.root}: only a shell expands ~ and $, no file, no quotes; write the path, or ${{oc.env:HOME}}",
         )
         require(
             self.optim.warmup_steps < max(1, self.steps),

@@ -81,6 +81,92 @@ def test_a_table_that_lost_values_or_has_others_is_refused_by_column(tmp_path: P
         read_study(rewritten(tmp_path / "study", changed))
 
 
+Change = Callable[[pa.Table], pa.Table]
+
+
+def column(name: str, of: Callable[[pa.ChunkedArray], Any]) -> Change:
+    return lambda table: table.set_column(table.column_names.index(name), name, of(table[name]))
+
+
+def alike(table: pa.Table) -> pa.Table:
+    return table
+
+
+def rows(keep: Callable[[pd.DataFrame], Any]) -> Change:
+    return lambda table: table.filter(pa.array(keep(table.to_pandas()).to_numpy(bool)))
+
+
+def in_another_order(table: pa.Table) -> pa.Table:
+    return table.take(pa.array([*range(1, len(table), 2), *range(0, len(table), 2)]))
+
+
+def twice(table: pa.Table) -> pa.Table:
+    return pa.concat_tables([table, table.slice(len(table) // 2, 1)])
+
+
+SAME: dict[str, tuple[Change, Change]] = {  # what was done to metrics, and to answers
+    "rows in another order": (in_another_order, in_another_order),
+    "steps as numbers with a point": (column("step", lambda one: one.cast(pa.float64())), alike),
+    "numbers as texts": (column("value", lambda one: one.cast(pa.string())), alike),
+    "steps in 16 bits": (
+        column("step", lambda one: one.cast(pa.int16())),
+        column("step", lambda one: one.cast("int8")),
+    ),
+    "counts in 64 bits": (alike, column("samples", lambda one: one.cast(pa.int64()))),
+    "counts with a point": (alike, column("correct", lambda one: one.cast(pa.float64()))),
+    "one more column": (
+        lambda table: table.append_column("__index_level_0__", pa.array(range(len(table)))),
+        lambda table: table.append_column("file", pa.array(["x"] * len(table))),
+    ),
+    "columns in another order": (
+        lambda table: table.select([*reversed(table.column_names)]),
+        lambda table: table.select([*reversed(table.column_names)]),
+    ),
+}
+OTHER: dict[str, tuple[Change, Change, str]] = {
+    "all rows twice": (lambda table: pa.concat_tables([table] * 2), alike, "tidy.parquet has .* twice"),
+    "one row twice": (twice, alike, "tidy.parquet has .* twice"),
+    "an answer twice": (alike, twice, "answers.parquet has .* twice"),
+    "all answers twice": (alike, lambda table: pa.concat_tables([table] * 2), "answers.parquet has .* twice"),
+    "the last steps lost": (rows(lambda table: table.step < 5), alike, "lacks steps of finished runs"),
+    "a step lost": (rows(lambda table: table.step != 2), alike, "lacks steps of finished runs"),
+    "a step of one run lost": (
+        rows(lambda table: (table.step != 3) | ~table.run.astype(str).str.contains("mxfp4.*-s1-", regex=True)),
+        alike,
+        "lacks steps of finished runs: tiny_untrained-mxfp4-none-grpo-r32-s1-",
+    ),
+    "the last evaluation lost": (
+        rows(lambda table: (table.kind != "eval") | (table.step == 0)),
+        alike,
+        "lacks steps of finished runs",
+    ),
+    "a run lost": (rows(lambda table: table.run != table.run[0]), alike, "lacks steps of finished runs: .*-s0-"),
+    "the first half of a file": (lambda table: table.slice(0, len(table) // 2), alike, "lacks steps of finished runs"),
+    "steps below 0": (column("step", lambda one: pa.array([-step for step in one.to_pylist()])), alike, "below 0"),
+    "more right than asked": (alike, column("samples", lambda one: pa.array([0] * len(one))), "from 0 to samples"),
+    "fewer right than none": (alike, column("correct", lambda one: pa.array([-1] * len(one))), "from 0 to samples"),
+}
+
+
+@pytest.mark.parametrize("name", [*SAME, *OTHER])
+def test_rows_that_were_written_again_are_all_rows_once_or_refused(tmp_path: Path, name: str) -> None:
+    metrics, answers, *said = (SAME | OTHER)[name]
+    ours, folder = read_study(STUDY), shutil.copytree(STUDY, tmp_path / "study")
+    for file, change in zip(TABLES, (metrics, answers), strict=True):
+        parquet.write_table(change(parquet.read_table(STUDY / file)), folder / file)
+    if said:
+        with pytest.raises(ConfigError, match=rf"{said[0]}.*qerl-bench collect"):
+            read_study(folder)
+        return
+    theirs = read_study(folder)
+    for read, expected in ((theirs.metrics, ours.metrics), (theirs.answers, ours.answers)):
+        for run, table in expected.items():
+            keys = [*table.columns.difference(["value", *table.select_dtypes("number").columns]), "step"]
+            sort = {"by": keys, "ignore_index": True}
+            plain = [one.astype(dict.fromkeys(keys[:-1], "str")).sort_values(**sort) for one in (read[run], table)]
+            pd.testing.assert_frame_equal(*plain)
+
+
 NO_TABLE = {
     "empty": b"",
     "a pointer of Git LFS": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n",
@@ -121,6 +207,41 @@ def test_an_alignment_that_places_no_tensor_is_refused(tmp_path: Path, alignment
     file.write_bytes(struct.pack("<4sIQQQ17sII", b"GGUF", 3, 0, 1, len(key), key, 4, alignment))
     with pytest.raises(ConfigError, match=rf"general\.alignment={alignment} is no multiple of 8"):
         read_header(file)
+
+
+def gguf_of(path: Path, keys: list[bytes], tensors: list[tuple[bytes, int]]) -> Path:
+    """A file with these keys, each 32, and tensors of eight F32 numbers, by name and place."""
+    named = b"".join(struct.pack(f"<Q{len(key)}sII", len(key), key, 4, 32) for key in keys)
+    listed = (struct.pack(f"<Q{len(one)}sIQIQ", len(one), one, 1, 8, 0, place) for one, place in tensors)
+    header = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(keys)) + named + b"".join(listed)
+    path.write_bytes(header + bytes(-len(header) % 32 + 96))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors", "said"),
+    [
+        ([b"a", b"b"], [(b"x", 0), (b"y", 32)], ""),
+        ([], [(b"y", 64), (b"x", 0)], ""),  # a hole, and in another order
+        ([b"general.alignment"], [(b"x", 0)], ""),
+        ([b"a", b"b", b"a"], [], "the key a twice"),
+        ([], [(b"x", 0), (b"x", 32)], "the tensor x twice"),
+        ([], [(b"x", 0), (b"x", 0)], "tensor x begins .* inside of x"),
+        ([], [(b"x", 0), (b"y", 0)], "tensor y begins .* inside of x"),
+        ([], [(b"x", 16), (b"y", 0)], "tensor x begins .* inside of y"),
+        ([], [(b"x", 0), (b"y", 31)], "tensor y begins .* inside of x"),
+        ([], [(b"x", 0), (b"y", 128)], "is cut short: tensor y"),
+    ],
+)
+def test_no_key_or_tensor_stands_for_another(
+    tmp_path: Path, keys: list[bytes], tensors: list[tuple[bytes, int]], said: str
+) -> None:
+    file = gguf_of(tmp_path / "model.gguf", keys, tensors)
+    if said:
+        with pytest.raises(ConfigError, match=said):
+            read_header(file)
+    else:
+        assert {*read_header(file).tensors} == {name.decode() for name, _ in tensors}
 
 
 SIZES: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from qerl_bench.sweep.check import check_single
 from qerl_core.checks import ConfigError
 from qerl_core.options.composer import Composer
 from qerl_core.options.user_options import search_path
+from qerl_core.process.arguments import output_folder
 
 GLOBAL = "# @package _global_\n"
 
@@ -54,6 +56,44 @@ def test_an_experiment_file_chooses_launcher_and_sweeper(tmp_path: Path, part: s
 
 
 # --- hydra.run.dir put run.log alone elsewhere: https://github.com/facebookresearch/hydra/issues/284 ------------------
+
+
+LOG = "job_logging.handlers.file.filename"
+APART = {  # one word for each; a file says the same
+    **dict.fromkeys(("hydra.output_subdir=x", "hydra.output_subdir=/x", "hydra.output_subdir=.hydra"), "output_subdir"),
+    **{"hydra.job.name=x": "job.name", f"hydra.{LOG}=/x": LOG, "hydra.job={name:x,chdir:true}": "job.chdir"},
+    **{f"hydra/job_logging={one}": LOG for one in ("none", "disabled", "stdout")},
+}
+
+
+@pytest.mark.parametrize("word", APART)
+@pytest.mark.parametrize("flag", [[], ["-m"]])
+def test_hydra_does_not_part_a_run_from_its_log(tmp_path: Path, word: str, flag: list[str]) -> None:
+    """`status` reads run.log; a folder of Hydra's own is no part of what a run seals."""
+    if not flag:
+        assert f"hydra.{APART[word]}=" in refusal(["experiment=smoke", word])
+    elif word == "hydra.job.name=x":
+        done = run("-m", word, "seed=0,1", "experiment=smoke", f"root={tmp_path}")
+        assert done.returncode == 2 and "hydra.job.name=x" in done.stderr and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("root", ["~/runs", "~me/runs", "$HOME/runs", "runs/$USER"])
+def test_a_file_is_no_shell_and_makes_no_folder_of_its_signs(tmp_path: Path, root: str) -> None:
+    assert f"root={root}" in refusal(experiment(tmp_path, f"root: {root}\n"))
+    with pytest.raises(argparse.ArgumentTypeError, match="whole path"):
+        output_folder("~/pages")
+
+
+@pytest.mark.parametrize("word", ["{seed:'0,1'}", "null", "{}"])
+@pytest.mark.parametrize("sign", ["", "+", "++", "~"])
+def test_the_grid_of_a_file_is_no_word_of_the_command_line(sign: str, word: str) -> None:
+    for given in (f"{sign}hydra.sweeper.params={word}", f"{sign}hydra.sweeper.params.seed='0,1'"):
+        assert "-m seed=0,1" in refusal(["experiment=smoke", given]) and "-m seed=0,1" in refusal(["-m", given])
+
+
+def test_no_pickle_of_hydra_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "config.pickle").write_bytes(b"")
+    assert "reads a pickle" in refusal(["--experimental-rerun", str(tmp_path / "config.pickle")])
 
 
 @pytest.mark.parametrize("key", ["run.dir", "sweep.dir", "sweep.subdir", "job.chdir"])

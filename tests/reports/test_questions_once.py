@@ -99,6 +99,36 @@ def test_a_copy_is_named_by_its_id_or_its_text(tmp_path: Path) -> None:
         scored(tmp_path, words, [by_text[1], by_text[1]])
 
 
+def test_an_id_of_another_file_is_not_believed(tmp_path: Path) -> None:
+    """Line numbers of a file in another order are ids of other questions; what is asked is beside them."""
+    words = task_of(tmp_path, [QUESTION, *OTHERS])
+    line = {"id": "math500/test/1", "completion": "#### 10"}
+    for copy in COPIES:
+        assert scored(tmp_path, words, [line | {"question": copy}])["accuracy"] == 1.0
+    for other in (*OTHERS, "", "7"):
+        with pytest.raises(ConfigError, match=r"line 1: math500/test/1 is another question .*id or question"):
+            scored(tmp_path, words, [line | {"question": other}])
+
+
+@pytest.mark.parametrize(
+    ("said", "right"),
+    [
+        *[({"finish_reason": reason}, 1.0) for reason in ("stop", "eos_token", "stop_sequence", None)],
+        *[({"finish_reason": "length"}, 0.0), ({"finish_reason": "length", "finished": True}, 1.0)],
+        ({"finish_reason": "stop", "finished": False}, 0.0),
+        *[({"finish_reason": reason}, None) for reason in ("abort", "content_filter", "", 0, {"type": "length"})],
+        *[({"finished": flag}, None) for flag in (None, 1, "true", "length")],
+    ],
+)
+def test_a_server_says_how_a_completion_ended(tmp_path: Path, said: dict[str, Any], right: float | None) -> None:
+    words, line = task_of(tmp_path, [QUESTION]), {"id": "math500/test/1", "completion": "#### 10"}
+    if right is None:
+        with pytest.raises(ConfigError, match=r"line 1: finish(ed|_reason) must be"):
+            scored(tmp_path, words, [line | said])
+    else:
+        assert scored(tmp_path, words, [line | said])["accuracy"] == right
+
+
 def test_copies_with_two_answers_are_refused(tmp_path: Path) -> None:
     task = spec(compose(task_of(tmp_path, [QUESTION, COPIES[1]], ["10", "10.0"])), "task")
     assert len(held_out(task, None)) == 1

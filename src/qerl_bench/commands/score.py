@@ -3,8 +3,8 @@
 This allows comparing the grader with other people's labels. Each line of FILE is an object with `completion`, either
 `id` (the column `question` of samples.parquet) or `question` (its text; case, spacing and punctuation are ignored
 unless that makes it ambiguous), a number `sample` if a question has several completions, and `finished` false if it was
-cut off (or the `finish_reason` of a server, stop or length). Any task=... and task.<key>=... of a run may be given. DIR gets scores.jsonl, one line per completion, and totals.json. Needs no torch
-and, with task.eval_file=..., no network.
+cut off (or the `finish_reason` of a server, stop or length). Any task=... and task.<key>=... of a run may be given. DIR
+gets scores.jsonl, one line per completion, and totals.json. Needs no torch and, with task.eval_file=..., no network.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _finished(entry: dict[str, Any], where: str) -> Any:
     if "finished" in entry or reason is None:
         return entry.get("finished", True)
     require(
-        reason in ENDS,
+        isinstance(reason, str) and reason in ENDS,
         f"{where}: finish_reason must be {', '.join(ENDS)}, got {reason!r}; say finished, true or false, in its place",
     )
     return ENDS[reason]

@@ -44,7 +44,7 @@ def check_single(argv: list[str]) -> Point | None:
     require(not grids, f"{' '.join(grids)}: that is for an experiment file; here a sweep is -m seed=0,1")
     require(
         "experimental_rerun" not in given,
-        "--experimental-rerun reads a pickle, which may run anything: a run is repeated by its command, argv in env.json",
+        "--experimental-rerun reads a pickle, which may run anything: repeat a run by its command, argv in env.json",
     )
     if "cfg" in given:
         one = first_values(words)

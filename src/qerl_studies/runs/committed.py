@@ -151,8 +151,11 @@ def _read(path: Path, _stamps: tuple[tuple[str, int, int], ...]) -> CommittedStu
         not broken,
         f"{where} lacks the setting, the environment or the seed of {first_names(broken)}. {remedy}",
     )
-    steps = {name: configs[run["fingerprint"]].get("steps") for name, run in runs.items() if run["finished"]}
-    return CommittedStudy(path, configs, environments, runs, _read_metrics(path, runs, steps), _read_answers(path, runs))
+    planned = {name: configs[run["fingerprint"]].get("steps") for name, run in runs.items() if run["finished"]}
+    steps = {name: last for name, last in planned.items() if isinstance(last, int)}
+    return CommittedStudy(
+        path, configs, environments, runs, _read_metrics(path, runs, steps), _read_answers(path, runs)
+    )
 
 
 def _read_metrics(path: Path, runs: Mapping[str, Any], steps: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
@@ -185,20 +188,23 @@ def _require_once(file: Path, frame: pd.DataFrame, keys: list[str]) -> None:
     require(bool((frame["step"] >= 0).all()), f"{file}: step is below 0. {REMEDY}{file.parent}")
 
 
-def _require_all_steps(path: Path, frame: pd.DataFrame, steps: Mapping[str, Any]) -> None:
+def _require_all_steps(path: Path, frame: pd.DataFrame, steps: Mapping[str, int]) -> None:
     """Raise ConfigError for a finished run that lacks a step, or the evaluation after the last one."""
-    trained = frame[(frame["kind"] == "train") & (frame["metric"] == EVERY_STEP)].groupby("run", observed=True)["step"]
-    asked = frame[frame["kind"] == "eval"].groupby("run", observed=True)["step"].max()
-    count, last = trained.count(), trained.max()
-    nothing = {*steps} - {*frame["run"].unique()} if len(count) else {*()}
+    trained = _steps_by_run(frame[(frame["kind"] == "train") & (frame["metric"] == EVERY_STEP)])
+    asked = _steps_by_run(frame[frame["kind"] == "eval"])
+    written = {*frame["run"].astype(str).unique()}
     lacking = [
         name
-        for name, planned in steps.items()
-        if (name in count and not count[name] == last[name] == planned)
-        or (name in asked and asked[name] != planned)
-        or (name in nothing and planned)
+        for name, last in steps.items()
+        if ((found := trained.get(name)) and (len(found), max(found)) != (last, last))
+        or last not in asked.get(name, {last})
+        or (trained and last > 0 and name not in written)
     ]
     require(not lacking, f"{path / TIDY} lacks steps of finished runs: {first_names(lacking)}. {REMEDY}{path}")
+
+
+def _steps_by_run(frame: Any) -> dict[str, set[int]]:
+    return {str(name): {*rows["step"].tolist()} for name, rows in frame.groupby("run", observed=True)}
 
 
 def _used_categories(column: Any) -> pd.Categorical:
