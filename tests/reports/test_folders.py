@@ -512,6 +512,40 @@ def test_a_config_that_no_model_can_have_is_refused_in_words(llama: Path, said: 
         load(llama)
 
 
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ({"rope_theta": 5e6, "rope_parameters": LINEAR}, "rope_theta=5000000.0 and 10000.0"),
+        ({"rope_theta": "10000", "rope_parameters": LINEAR}, "rope_theta=10000 and 10000.0"),
+        ({"rope_scaling": LINEAR | {"factor": 8.0}, "rope_parameters": LINEAR}, "factor=8.0 and 4.0"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}, "rope_parameters": LINEAR}, "rope_type=dynamic and lin"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_type": "default"}},
+            "=linear and",
+        ),
+        ({"partial_rotary_factor": 0.5, "rope_parameters": LINEAR | {"partial_rotary_factor": 1.0}}, "=0.5 and 1.0"),
+        ({"rope_theta": 10000, "rope_parameters": LINEAR}, ""),
+        ({"rope_scaling": {"type": "linear", "factor": 4}, "rope_parameters": LINEAR}, ""),
+        ({"rope_scaling": None, "rope_theta": None, "rope_parameters": LINEAR}, ""),
+        ({"rope_theta": 5e6, "rope_parameters": {"rope_type": "default"}}, ""),
+        ({"rope_theta": 5e6, "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LINEAR}}, ""),
+        ({"rope_theta": 5e6, "rope_scaling": {"type": "linear", "factor": 4.0}}, ""),
+    ],
+)
+def test_a_rotation_has_one_value_whatever_its_key_is_called(said: dict[str, Any], named: str) -> None:
+    """Of an edited `rope_theta` beside `rope_parameters` transformers reads nothing, and other programs that alone."""
+    from transformers import LlamaConfig
+
+    if named:
+        with pytest.raises(ConfigError, match=f"{re.escape(named)}.*rope_parameters"):
+            checked_config("folder", LlamaConfig(), said)
+    else:
+        checked_config("folder", LlamaConfig(), said)
+
+
 def test_keys_that_the_model_does_not_know_are_named(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As MiniCPM's scales in a folder that calls itself llama: transformers computes without them."""
     load(llama)
