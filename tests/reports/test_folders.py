@@ -612,6 +612,16 @@ def test_a_model_that_fails_at_its_first_text_is_refused_in_words(tmp_path: Path
         build_policy(experiment(tmp_path, "lora.rank=4", "quant=nvfp4", "quant.partial=true"), None, "cpu")
 
 
+@pytest.mark.parametrize("quant", ["bf16", "nvfp4"])
+def test_the_advice_for_a_model_that_fails_is_another_than_what_was_tried(llama: Path, quant: str) -> None:
+    say(llama, partial_rotary_factor=0.5)
+    with pytest.raises(ConfigError, match=rf"quant={quant}: RuntimeError.*choose another model") as caught:
+        build_policy(experiment(llama, "lora.rank=4", f"quant={quant}"), None, "cpu")
+    assert ("config.json may" in str(caught.value), "only quant=bf16" in str(caught.value)) == (
+        (True, False) if quant == "bf16" else (False, True)
+    )
+
+
 # --- JSON Lines end with a newline and nothing else: https://github.com/wbolster/jsonlines/issues/53 -----------------
 
 ENDS = "\u2028 \u2029 \u0085 \x0b \x0c \x1c \x1d \x1e"  # where str.splitlines splits, too

@@ -91,6 +91,17 @@ def test_the_grid_of_a_file_is_no_word_of_the_command_line(sign: str, word: str)
         assert "-m seed=0,1" in refusal(["experiment=smoke", given]) and "-m seed=0,1" in refusal(["-m", given])
 
 
+@pytest.mark.parametrize("words", ["seed=0 seed=1", "quant=bf16 quant=nvfp4", "++seed=0 seed=1", "-m seed=0 seed=1"])
+def test_words_that_a_shell_has_made_of_braces_are_counted(words: str, caplog: pytest.LogCaptureFixture) -> None:
+    """`-m seed={0,1}` of bash is one run and no sweep."""
+    check_single(["experiment=smoke", "steps=1", "steps=1", "lora.rank=8"])
+    assert not caplog.messages
+    check_single([*words.split(), "experiment=smoke"])
+    assert [line.endswith(f"is given 2 times, and {words.split()[-1]} alone counts") for line in caplog.messages] == [
+        True
+    ]
+
+
 def test_no_pickle_of_hydra_is_opened(tmp_path: Path) -> None:
     (tmp_path / "config.pickle").write_bytes(b"")
     assert "reads a pickle" in refusal(["--experimental-rerun", str(tmp_path / "config.pickle")])

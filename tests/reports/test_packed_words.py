@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,49 @@ def test_codes_of_four_bits_in_bytes_are_refused_at_once(tmp_path: Path, name: s
     assert "use quant" not in str(caught.value)
 
 
+VALUES: dict[str, tuple[Any, ...]] = {
+    "format": ("nvfp4-pack-quantized", "float-quantized", "int-quantized", "pack-quantized", "marlin-24", "dense"),
+    "num_bits": (2, 4, 6, 8, 16),
+    "type": ("int", "float"),
+    "strategy": ("tensor", "channel", "group", "block", "token", "tensor_group", None),
+    "group_size": (-1, 0, 16, 32, 64, 128, None),
+    "symmetric": (True, False),
+    "dynamic": (True, "local"),
+}
+OTHERS: list[dict[str, Any]] = [
+    *({"quant_method": "modelopt", "quant_algo": one} for one in ("NVFP4", "FP8", "W4A16_AWQ", "MXFP8", None)),
+    *({"quant_method": "fp8", "weight_block_size": one} for one in ([128, 128], [64, 64], None)),
+    *({"quant_method": one, "bits": 4} for one in ("gptq", "awq", "hqq", "torchao", "fbgemm_fp8", "mxfp4", "", None)),
+    *({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": one} for one in ("nf4", "fp4")),
+]
+
+
+def changed(name: str, key: str, value: Any) -> dict[str, Any]:
+    entry = entry_of(name)
+    (entry if key == "format" else weights_of(entry))[key] = value
+    entry["config_groups"]["group_0"]["format"] = entry["format"]
+    return entry
+
+
+@pytest.mark.parametrize("asked", [*PACKED, "bf16", "nf4"])
+def test_who_follows_the_advice_of_a_refusal_ends_at_a_format_or_at_the_unquantized_model(
+    tmp_path: Path, asked: str
+) -> None:
+    entries = [changed(name, key, one) for name in PACKED for key, values in VALUES.items() for one in values]
+    for entry in [*entries, *OTHERS]:
+        words, seen = asked, set[str]()
+        while words not in seen:
+            seen.add(words)
+            try:
+                packing(tmp_path, words, entry)
+            except ConfigError as error:
+                said = str(error)
+                advice = re.search(r"use quant=(\w+)", said)
+                assert advice or "give the unquantized model" in said or "use quant." in said, (entry, said)
+                words = advice[1] if advice else words
+        assert len(seen) <= 2, (entry, seen)
+
+
 # --- scales that bitsandbytes keeps in the order of its CPU kernel, and saves so --------------------------------------
 
 
@@ -113,5 +157,11 @@ def test_transposed_scales_of_nf4_are_refused_with_their_cause(tmp_path: Path) -
         return read_nf4(CheckpointReader(tmp_path, "cpu"), "layer", (8, 128), option("quant", "nf4"))
 
     assert torch.equal(read(scales)["absmax"], scales)
-    with pytest.raises(ConfigError, match=r"absmax has the shape \(2, 8\).*CPU.*before.*it generates"):
-        read(scales.view(8, 2).T.contiguous().bfloat16())
+    for shape in ((2, 8), (8, 2), (16, 1), (1, 16), (4, 4), (2, 2, 4)):
+        for dtype in (torch.bfloat16, torch.float32):
+            said = rf"absmax has the shape {re.escape(str(shape))} and {dtype}.*CPU.*before.*it generates"
+            with pytest.raises(ConfigError, match=said):
+                read(scales.view(8, 2).T.reshape(shape).to(dtype).contiguous())
+    for wrong in (scales[:-1], scales.repeat(2), scales.bfloat16(), scales.half(), scales.double(), scales.byte()):
+        with pytest.raises(ConfigError, match="absmax"):
+            read(wrong)
