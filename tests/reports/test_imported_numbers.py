@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,106 +11,84 @@ import pytest
 from qerl_bench.__main__ import main
 from qerl_core.checks import ConfigError
 from qerl_studies.foreign.gather import ForeignRun, named_seed, study_of
-from qerl_studies.foreign.verdict import judge
+from qerl_studies.foreign.verdict import Judged, judge
 from qerl_studies.runs.reported import ABOUT, COLUMNS, Row, checked
 
-
-def trl_run(folder: Path, rewards: Sequence[float], **more: Any) -> None:
-    folder.mkdir(parents=True)
-    history = [{"step": step, "reward": one} | more for step, one in enumerate(rewards, start=1)]
-    (folder / "trainer_state.json").write_text(json.dumps({"log_history": history, "max_steps": len(rewards)}))
+STARTS = {"a-s0": 0.5, "a-s1": 0.51, "b-s0": 0.6, "b-s1": 0.64}
 
 
-def imported(root: Path, program: str = "trl") -> Path:
-    study = root.with_name("study")
-    assert main(["import", program, str(root), f"out={study}", "model=m", "task=t"]) == 0
-    return study
+def imported(root: Path, runs: dict[str, float], time: float) -> tuple[dict[str, str], list[Judged]]:
+    """What is not judged of runs of TRL whose rewards begin so, and the verdicts; the last runs took another time."""
+    for place, (name, start) in enumerate(runs.items()):
+        own = {"step_time": time if place > 3 else 1.0}
+        history = [{"step": step, "reward": start + 0.01 * step} | own for step in range(5)]
+        (root / "runs" / name).mkdir(parents=True)
+        (root / "runs" / name / "trainer_state.json").write_text(json.dumps({"log_history": history, "max_steps": 4}))
+    assert main(["import", "trl", str(root / "runs"), f"out={root / 'study'}", "model=m", "task=t"]) == 0
+    judged = [one for one in judge(root / "study") if one.metric == "reward/mean"]
+    return json.loads((root / "study" / ABOUT).read_text())["unjudged"], judged
 
 
-# --- a run that stands twice, or whose seed changed nothing: an interval of three that are two ------------------------
-
-AGAIN: dict[str, Callable[[Path], object]] = {
-    "copied": lambda run: shutil.copytree(run, run.with_name(f"{run.name[:-1]}2")),
-    "copied, with the times of a rerun": lambda run: trl_run(
-        run.with_name(f"{run.name[:-1]}2"), rewards(run.name), step_time=9.0
-    ),
-    "of the other arm": lambda run: trl_run(run.with_name(f"{run.name[:-1]}2"), rewards("a-s0"), step_time=3.0),
-}
+# A run that stands twice, or whose seed changed nothing: an interval of three that are two.
 
 
-def rewards(name: str) -> list[float]:
-    start = {"a-s0": 0.5, "a-s1": 0.51, "b-s0": 0.6, "b-s1": 0.64}[name]
-    return [start + 0.01 * step for step in range(5)]
-
-
-@pytest.mark.parametrize("how", AGAIN)
-def test_a_run_that_stands_twice_counts_once(how: str, tmp_path: Path) -> None:
-    for name in ("a-s0", "a-s1", "b-s0", "b-s1"):
-        trl_run(tmp_path / "runs" / name, rewards(name), step_time=1.0)
-    once = judge(imported(tmp_path / "runs"))
-    for name in ("a-s1", "b-s1"):
-        AGAIN[how](tmp_path / "runs" / name)
-    study = tmp_path / "again"
-    assert main(["import", "trl", str(tmp_path / "runs"), f"out={study}", "model=m", "task=t"]) == 0
-    unjudged = json.loads((study / ABOUT).read_text())["unjudged"]
+@pytest.mark.parametrize("time", [1.0, 9.0])  # of a copy, of a rerun
+@pytest.mark.parametrize(("a", "b"), [("a-s1", "b-s1"), ("a-s0", "b-s0"), ("a-s1", "b-s0"), ("a-s0", "b-s1")])
+def test_a_run_that_stands_twice_counts_once(a: str, b: str, time: float, tmp_path: Path) -> None:
+    _, once = imported(tmp_path / "once", STARTS, 1.0)
+    unjudged, twice = imported(tmp_path / "twice", STARTS | {"a-s2": STARTS[a], "b-s2": STARTS[b]}, time)
     assert {*unjudged} == {"a-s2", "b-s2"} and all("has the numbers of" in reason for reason in unjudged.values())
-    assert [one.difference for one in judge(study) if one.metric == "reward/mean"] == [
-        one.difference for one in once if one.metric == "reward/mean"
-    ]
+    assert [one.difference for one in twice] == [one.difference for one in once] and once[0].difference is not None
 
 
-def test_few_numbers_may_agree_by_chance(tmp_path: Path) -> None:
-    for name in ("a-s0", "a-s1", "b-s0", "b-s1"):
-        trl_run(tmp_path / "runs" / name, [0.0, 0.5, 0.0, 0.5, 0.0])
-    assert not json.loads((imported(tmp_path / "runs") / ABOUT).read_text())["unjudged"]
+@pytest.mark.parametrize(("copy", "of"), [("a-s2", "b-s1"), ("b-s2", "a-s0"), ("a-s2", "b-s0"), ("b-s2", "a-s1")])
+def test_a_run_that_stands_in_two_arms_counts_in_none(copy: str, of: str, tmp_path: Path) -> None:
+    unjudged, (one,) = imported(tmp_path, STARTS | {copy: STARTS[of]}, 1.0)
+    assert {*unjudged} == {copy, of} and one.difference is None and "single seed" in one.state.untested
 
 
-# --- what a name says of a seed: the last number is not always one ----------------------------------------------------
+# What a name says of a seed: the number at its end is not always one.
+
+SEEDS = {3: ["a-s3", "a_seed_3", "a/seed3", "mxfp8s3", "s3", "a.s3", "qloraseed3"]}
+NO_SEEDS = ["a-bs8", "a-steps100", "a-gpus4", "a-eps1", "a-params7", "a-s3-v2", "a-loss1", "a-s", "a-0.5", ""]
 
 
-@pytest.mark.parametrize(
-    ("name", "seed"),
-    [
-        *[("a-s3", 3), ("a_seed_3", 3), ("a/seed3", 3), ("mxfp8s3", 3), ("s3", 3), ("a.s3", 3), ("qloraseed3", 3)],
-        *[("a-bs8", None), ("a-steps100", None), ("a-gpus4", None), ("a-eps1", None), ("a-params7", None)],
-        *[("a-s3-v2", None), ("a-loss1", None), ("a-s", None), ("a-0.5", None), ("", None)],
-    ],
-)
-def test_a_seed_is_what_is_called_so(name: str, seed: int | None) -> None:
-    assert named_seed(name) == seed
+def test_a_seed_is_what_is_called_so() -> None:
+    assert {name: named_seed(name) for name in SEEDS[3]} == dict.fromkeys(SEEDS[3], 3)
+    assert [name for name in NO_SEEDS if named_seed(name) is not None] == []
 
 
-# --- options whose names say that they decide nothing -----------------------------------------------------------------
+# Options whose names say that they decide nothing.
+
+DECIDING = {
+    "rollout.name": ("vllm", "sglang"), "optim.name": ("adamw", "muon"), "model_name_or_path": ("Qwen/A", "Qwen/B"),
+    "model.path": ("/a/Qwen2.5-0.5B", "/a/Qwen2.5-1.5B"), "reward_function.path": ("/x/strict.py", "/x/lenient.py"),
+}  # fmt: skip
+PLACES = {
+    "model.path": ("/home/x/Qwen2.5-0.5B", "/scratch/y/Qwen2.5-0.5B/"), "run_name": ("one", "two"), "seed": (1, 2),
+    "trainer.experiment_name": ("one", "two"), "output_dir": ("/a/one", "/a/two"), "data.seed": (1, 2),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("key", "values", "decides"),
-    [
-        ("rollout.name", ("vllm", "sglang"), True),
-        ("optim.name", ("adamw", "muon"), True),
-        ("model.path", ("/a/Qwen2.5-0.5B", "/a/Qwen2.5-1.5B"), True),
-        ("model_name_or_path", ("Qwen/A", "Qwen/B"), True),
-        ("custom_reward_function.path", ("/home/x/strict.py", "/home/x/lenient.py"), True),
-        ("model.path", ("/home/x/Qwen2.5-0.5B", "/scratch/y/Qwen2.5-0.5B"), False),
-        ("model.path", ("/a/Qwen2.5-0.5B/", "/b/Qwen2.5-0.5B"), False),
-        ("run_name", ("one", "two"), False),
-        ("trainer.experiment_name", ("one", "two"), False),
-        ("output_dir", ("/a/one", "/a/two"), False),
-        ("data.seed", (1, 2), False),
-    ],
-)
-def test_an_arm_has_one_setting_by_values_and_not_by_keys(key: str, values: tuple[Any, Any], decides: bool) -> None:
-    runs = [
-        ForeignRun(f"a-s{seed}", "f", {1: {"reward": 0.1 * seed}}, {key: value}, seed)
-        for seed, value in enumerate(values)
-    ]
-    _, about = study_of("TRL", "s", "m", "t", runs)
-    assert bool(about.unjudged) == decides and all(key in reason for reason in about.unjudged.values())
+@pytest.mark.parametrize("decides", [True, False])
+def test_an_arm_has_one_setting_by_values_and_not_by_keys(decides: bool) -> None:
+    for key, values in (DECIDING if decides else PLACES).items():
+        runs = [ForeignRun(f"a-s{seed}", "f", {1: {"r": 0.1}}, {key: one}, seed) for seed, one in enumerate(values)]
+        _, about = study_of("TRL", "s", "m", "t", runs)
+        assert len(about.unjudged) == 2 * decides and all(key in reason for reason in about.unjudged.values()), key
 
 
-# --- cells that are a number to one program, and another number to the next -------------------------------------------
+# Cells that are a number to one program, and another number to the next.
 
 ROW = Row("s", "a", 0, "m", "t", 1, "eval/accuracy_greedy", "", 0.5, None, "d", "f")
+ASKED = [
+    ((1, 0.5), False),
+    ((4, 0.4), False),
+    ((3, 0.5), False),
+    ((2, 0.5), True),
+    ((3, 0.33), True),
+    ((900, 0.1), True),
+]
 
 
 @pytest.mark.parametrize(
@@ -120,11 +96,7 @@ ROW = Row("s", "a", 0, "m", "t", 1, "eval/accuracy_greedy", "", 0.5, None, "d", 
     [
         *[({"value": value}, "is a share") for value in (45.3, 100.0, 1.5, -2.0)],
         *[({"value": 2.0, "metric": metric}, "is a share") for metric in ("accuracy", "completions/truncated_frac")],
-        *[({"question": "q", "n": n, "value": one}, "such as 0.5 of 2") for n, one in ((1, 0.5), (4, 0.4), (3, 0.5))],
-        *[
-            ({"question": "q", "n": n, "value": one}, "")
-            for n, one in ((2, 0.5), (3, 0.33), (3, 0.6667), (1000, 0.1234))
-        ],
+        *[({"question": "q", "n": n, "value": one}, "" if fits else "0.5 of 2") for (n, one), fits in ASKED],
         *[({"value": value}, "") for value in (0.0, 1.0, 1.0000001, float("nan"))],
         *[({"value": 45.3, "metric": metric}, "") for metric in ("reward/mean", "trl/accuracy", "completions/tokens")],
     ],
@@ -138,16 +110,12 @@ def test_a_share_is_no_percentage_and_a_part_is_one_of_its_n(changes: dict[str, 
         checked(row, "here")
 
 
-@pytest.mark.parametrize("cell", ["4_5", "0,45", "45 %", "45%", "1e", "0x1p3", "--", "n/a", "½", "1 000"])
 def test_a_cell_that_programs_read_differently_is_refused_by_its_line(
-    cell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cells = dict(zip(COLUMNS, map(str, vars(ROW).values()), strict=True)) | {
-        "metric": "mine",
-        "n": "",
-        "value": f'"{cell}"',
-    }
-    (tmp_path / "t.csv").write_text(f"{','.join(COLUMNS)}\n{','.join(cells.values())}\n")
-    with pytest.raises(SystemExit) as end:
-        main(["import", "csv", str(tmp_path / "t.csv"), f"out={tmp_path / 'study'}"])
-    assert end.value.code == 2 and "line 2: value must be a number" in " ".join(capsys.readouterr().err.split())
+    for cell in ("4_5", "0,45", "45 %", "1e", "0x1p3", "--", "n/a", "½", "1 000", "٤.٥x"):
+        cells = dict(zip(COLUMNS, map(str, vars(ROW).values()), strict=True)) | {"n": "", "value": f'"{cell}"'}
+        (tmp_path / "t.csv").write_text(f"{','.join(COLUMNS)}\n{','.join(cells.values())}\n")
+        with pytest.raises(SystemExit) as end:
+            main(["import", "csv", str(tmp_path / "t.csv"), f"out={tmp_path / 'study'}"])
+        assert end.value.code == 2 and "line 2: value must be a number" in " ".join(capsys.readouterr().err.split())

@@ -79,20 +79,21 @@ def study_of(tool: str, study: str, model: str, task: str, runs: Sequence[Foreig
 
 
 def with_copies(rows: Sequence[Row], about: About) -> About:
-    """`about` with the runs that have the numbers of an earlier one: a folder that was copied, or a seed that changed
-    nothing. They are no repetition, so each counts once."""
-    numbers: dict[str, set[tuple[Any, ...]]] = {}
+    """`about` with the runs that have the numbers of another one: a folder that was copied, or a seed or an option that
+    changed nothing. Of one arm they count once, of two nobody knows which is whose."""
+    numbers: dict[tuple[str, str], set[tuple[Any, ...]]] = {}
     for row in rows:
         if math.isfinite(row.value) and not OF_MACHINE.search(row.metric):
-            known = numbers.setdefault(run_name(row.arm, row.seed, row.source), set())
+            known = numbers.setdefault((run_name(row.arm, row.seed, row.source), row.arm), set())
             known.add((row.step, row.metric, row.question, row.value, row.n))
-    first: dict[frozenset[tuple[Any, ...]], str] = {}
+    first: dict[frozenset[tuple[Any, ...]], tuple[str, str]] = {}
     copies = {}
-    for name, known in numbers.items():
+    for (name, arm), known in numbers.items():
         if name not in about.unjudged and len({value for *_, value, _ in known}) >= ALL_ALIKE:
-            other = first.setdefault(frozenset(known), name)
-            if other != name:
-                copies[name] = f"it has the numbers of {other}, all of them: a copy, or a seed that changed nothing?"
+            other, of = first.setdefault(frozenset(known), (name, arm))
+            for one, twin in ((name, other), *([(other, name)] if of != arm else [])):
+                if one != twin:
+                    copies[one] = f"it has the numbers of {twin}, all of them: a copy, or a seed that changed nothing?"
     return replace(about, unjudged={**about.unjudged, **copies})
 
 
