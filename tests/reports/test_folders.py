@@ -7,13 +7,14 @@ import logging
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, JambaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, JambaConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from qerl_bench.config import build as build_experiment
 from qerl_bench.config import compose
@@ -513,37 +514,25 @@ def test_a_config_that_no_model_can_have_is_refused_in_words(llama: Path, said: 
 
 
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+BY_FOUR = {"type": "linear", "factor": 4}
 
 
 @pytest.mark.parametrize(
-    ("said", "named"),
+    ("said", "whole", "named"),
     [
-        ({"rope_theta": 5e6, "rope_parameters": LINEAR}, "rope_theta=5000000.0 and 10000.0"),
-        ({"rope_theta": "10000", "rope_parameters": LINEAR}, "rope_theta=10000 and 10000.0"),
-        ({"rope_scaling": LINEAR | {"factor": 8.0}, "rope_parameters": LINEAR}, "factor=8.0 and 4.0"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}, "rope_parameters": LINEAR}, "rope_type=dynamic and lin"),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_type": "default"}},
-            "=linear and",
-        ),
-        ({"partial_rotary_factor": 0.5, "rope_parameters": LINEAR | {"partial_rotary_factor": 1.0}}, "=0.5 and 1.0"),
-        ({"rope_theta": 10000, "rope_parameters": LINEAR}, ""),
-        ({"rope_scaling": {"type": "linear", "factor": 4}, "rope_parameters": LINEAR}, ""),
-        ({"rope_scaling": None, "rope_theta": None, "rope_parameters": LINEAR}, ""),
-        ({"rope_theta": 5e6, "rope_parameters": {"rope_type": "default"}}, ""),
-        ({"rope_theta": 5e6, "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LINEAR}}, ""),
-        ({"rope_theta": 5e6, "rope_scaling": {"type": "linear", "factor": 4.0}}, ""),
+        *(({"rope_theta": theta}, LINEAR, f"rope_theta={theta} and 10000.0") for theta in (5e6, "10000")),
+        ({"rope_scaling": LINEAR | {"factor": 8.0}}, LINEAR, "factor=8.0 and 4.0"),
+        ({"rope_scaling": BY_FOUR | {"type": "dynamic"}}, LINEAR, "rope_type=dynamic and linear"),
+        ({"rope_scaling": BY_FOUR}, {"rope_type": "default"}, "rope_type=linear and default"),
+        ({"partial_rotary_factor": 0.5}, LINEAR | {"partial_rotary_factor": 1.0}, "=0.5 and 1.0"),
+        *((said, LINEAR, "") for said in ({"rope_theta": 10000}, {"rope_scaling": BY_FOUR}, {"rope_scaling": None})),
+        *(({"rope_theta": 5e6}, whole, "") for whole in ({"rope_type": "default"}, {"full_attention": LINEAR}, None)),
     ],
 )
-def test_a_rotation_has_one_value_whatever_its_key_is_called(said: dict[str, Any], named: str) -> None:
+def test_a_rotation_has_one_value_whatever_its_key_is_called(said: dict[str, Any], whole: Any, named: str) -> None:
     """Of an edited `rope_theta` beside `rope_parameters` transformers reads nothing, and other programs that alone."""
-    from transformers import LlamaConfig
-
-    if named:
-        with pytest.raises(ConfigError, match=f"{re.escape(named)}.*rope_parameters"):
-            checked_config("folder", LlamaConfig(), said)
-    else:
-        checked_config("folder", LlamaConfig(), said)
+    with pytest.raises(ConfigError, match=f"{re.escape(named)}.*rope_parameters") if named else nullcontext():
+        checked_config("folder", LlamaConfig(), said | {"rope_parameters": whole})
 
 
 def test_keys_that_the_model_does_not_know_are_named(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
