@@ -112,17 +112,17 @@ def test_an_id_of_another_file_is_not_believed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", ["stop", "eos_token", "stop_sequence", None, "length", "abort", "", 0, {"type": "length"}]
+    ("said", "right"),
+    [
+        *[({"finish_reason": reason}, True) for reason in ("stop", "eos_token", "stop_sequence", None)],
+        *[({"finish_reason": "length"}, False), ({"finish_reason": "length", "finished": True}, True)],
+        *[({"finish_reason": reason}, None) for reason in ("abort", "", 0, {"type": "length"})],
+        *[({"finished": flag}, None) for flag in (None, 1, "length")],
+    ],
 )
-@pytest.mark.parametrize("finished", [True, False, "not said", None, 1, "length"])
-def test_a_server_says_how_a_completion_ended_unless_the_file_does(tmp_path: Path, said: Any, finished: Any) -> None:
-    line = {"id": "math500/test/1", "completion": "#### 10", "finish_reason": said}
-    line |= {} if finished == "not said" else {"finished": finished}
-    known = isinstance(finished, bool) or (
-        finished == "not said" and said in ("stop", "eos_token", "stop_sequence", "length", None)
-    )
-    with nullcontext() if known else pytest.raises(ConfigError, match=r"line 1: finish(ed|_reason) must be"):
-        right = finished is True or (finished == "not said" and said != "length")
+def test_a_server_says_how_a_completion_ended(tmp_path: Path, said: dict[str, Any], right: bool | None) -> None:
+    line = {"id": "math500/test/1", "completion": "#### 10"} | said
+    with pytest.raises(ConfigError, match=r"line 1: finish(ed|_reason) must") if right is None else nullcontext():
         assert scored(tmp_path, task_of(tmp_path, [QUESTION]), [line])["accuracy"] == right
 
 

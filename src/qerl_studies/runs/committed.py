@@ -151,8 +151,7 @@ def _read(path: Path, _stamps: tuple[tuple[str, int, int], ...]) -> CommittedStu
         not broken,
         f"{where} lacks the setting, the environment or the seed of {first_names(broken)}. {remedy}",
     )
-    planned = {name: configs[run["fingerprint"]].get("steps") for name, run in runs.items() if run["finished"]}
-    steps = {name: last for name, last in planned.items() if isinstance(last, int)}
+    steps = {name: configs[run["fingerprint"]].get("steps") for name, run in runs.items() if run["finished"]}
     return CommittedStudy(
         path, configs, environments, runs, _read_metrics(path, runs, steps), _read_answers(path, runs)
     )
@@ -188,7 +187,7 @@ def _require_once(file: Path, frame: pd.DataFrame, keys: list[str]) -> None:
     require(bool((frame["step"] >= 0).all()), f"{file}: step is below 0. {REMEDY}{file.parent}")
 
 
-def _require_all_steps(path: Path, frame: pd.DataFrame, steps: Mapping[str, int]) -> None:
+def _require_all_steps(path: Path, frame: pd.DataFrame, steps: Mapping[str, Any]) -> None:
     """Raise ConfigError for a finished run that lacks a step, or the evaluation after the last one."""
     trained = _steps_by_run(frame[(frame["kind"] == "train") & (frame["metric"] == EVERY_STEP)])
     asked = _steps_by_run(frame[frame["kind"] == "eval"])
@@ -198,7 +197,7 @@ def _require_all_steps(path: Path, frame: pd.DataFrame, steps: Mapping[str, int]
         for name, last in steps.items()
         if ((found := trained.get(name)) and (len(found), max(found)) != (last, last))
         or last not in asked.get(name, {last})
-        or (trained and last > 0 and name not in written)
+        or (trained and last and name not in written)
     ]
     require(not lacking, f"{path / TIDY} lacks steps of finished runs: {first_names(lacking)}. {REMEDY}{path}")
 
