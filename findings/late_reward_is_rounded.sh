@@ -11,20 +11,17 @@ python3 -m venv "$folder/env"
 "$folder/env/bin/pip" install --quiet duckdb==2.0.1
 cd "$folder"
 "$folder/env/bin/python" - <<'END'
-import json
 from pathlib import Path
 
 import duckdb
 
-for late, rounded in ((0.3, (0, 0)), (0.5, (0, 1)), (0.7, (1, 1))):
+for late, *rounded in ((0.3, 0, 0), (0.5, 0, 1), (0.7, 1, 1)):
     values = [0] * 20_480 + [late]
-    Path("log.jsonl").write_text("".join(json.dumps({"reward": value}) + "\n" for value in values))
-    Path("log.csv").write_text("reward\n" + "".join(f"{value}\n" for value in values))
-    for file, reader, number in zip(("log.jsonl", "log.csv"), ("read_json", "read_csv"), rounded, strict=True):
-        ((short,),), ((whole,),) = (
-            duckdb.sql(f"select max(reward) from {reader}('{file}'{words})").fetchall()
-            for words in ("", ", sample_size=-1")
-        )
-        print(f"{file} ends with {late}: largest {short}, with sample_size=-1 {whole}")
-        assert (short, whole) == (number, late), (file, short, whole)
+    Path("log.json").write_text("".join(f'{{"reward": {value}}}\n' for value in values))
+    Path("log.csv").write_text("".join(f"{value}\n" for value in ["reward", *values]))
+    for kind, number in zip(("json", "csv"), rounded, strict=True):
+        ask = "select max(reward) from read_{0}('log.{0}'{1})".format
+        found = [duckdb.sql(ask(kind, more)).fetchall()[0][0] for more in ("", ", sample_size=-1")]
+        print(f"log.{kind} ends with {late}: the largest is {found[0]}, with sample_size=-1 {found[1]}")
+        assert found == [number, late], (kind, found)
 END

@@ -115,7 +115,6 @@ OTHER: list[tuple[int, Change, str]] = [
     *((0, twice, "has .* twice"), (1, twice, "has .* twice"), (0, lambda table: table.slice(0, len(table) // 2), LOST)),
     (0, lambda table: pa.concat_tables([table] * 2), "has .* twice"),
     *((0, without(lambda table, step=step: table.step == step), LOST) for step in (1, 2, 6)),
-    (0, without(lambda table: (table.step == 3) & (table.run == table.run[900])), rf"{LOST}: .*-s2-"),
     (0, without(lambda table: (table.kind == "eval") & (table.step == 6)), LOST),
     (0, without(lambda table: table.run == table.run[0]), rf"{LOST}: .*bf16.*-s0-"),
     (0, column("step", lambda one: pa.array([-step for step in one.to_pylist()])), "step is below 0"),

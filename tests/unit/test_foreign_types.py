@@ -160,22 +160,22 @@ def test_what_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 UNREADABLE = [  # as an object, and as a config
-    *(("[" * 100_000, "[" * 2_000), ('{"a": 1' + "0" * 5000 + "}", "a: 1" + "0" * 5000), ("[1]", "- 1"), ("", "")),
-    *((b'{"a": "\xff"}', b"a: \xff"), ('{"a": 1'.encode("utf-16"), "a: 1".encode("utf-16-le"))),
+    *(("[" * 10**5, "[" * 2000), ('{"a": 1' + "0" * 5000 + "}", "a: 1" + "0" * 5000), ("[1]", "- 1"), ("", "")),
     *(('{"a": 1}{"b": 2}', "a: 1\n---\nb: 2"), ('{"a": {1}}', "a: !!set {b}"), ('{[1]: 2}', "? [1, 2]\n: 3")),
     *(("{a: 1}", "a: !!python/object:os.system {}"), ("{**a}", "a: &b {c: 1}\nd:\n  <<: *b"), ("1", "a: 2026-11-29")),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("of_json", "of_yaml"), UNREADABLE)
-def test_a_file_that_is_no_object_of_plain_values_is_refused_by_name(
-    of_json: str | bytes, of_yaml: str | bytes, tmp_path: Path
-) -> None:
-    for file, content in (("env.json", of_json), ("env.json.gz", of_json), ("config.yaml", of_yaml)):
-        data = content.encode() if isinstance(content, str) else content
-        (tmp_path / file).write_bytes(gzip.compress(data) if file.endswith("gz") else data)
-        with pytest.raises(ConfigError, match=file):
-            read_config(tmp_path / file) if file.endswith("yaml") else read_object(tmp_path / file, "Leave it out")
+def test_what_is_no_object_of_plain_values_is_refused_by_name(of_json: str, of_yaml: str, tmp_path: Path) -> None:
+    (tmp_path / "env.json.gz").write_bytes(gzip.compress(of_json.encode()))
+    (tmp_path / "config.yaml").write_text(of_yaml)
+    for read in (
+        lambda: read_object(tmp_path / "env.json.gz", "Leave it out"),
+        lambda: read_config(tmp_path / "config.yaml"),
+    ):
+        with pytest.raises(ConfigError, match=r"(env\.json\.gz|config\.yaml) (is not|must)"):
+            read()
 
 
 def test_no_sign_that_moves_or_hides_reaches_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
