@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,24 +81,17 @@ def test_an_arm_has_one_setting_by_values_and_not_by_keys(decides: bool) -> None
 # Cells that are a number to one program, and another number to the next.
 
 ROW = Row("s", "a", 0, "m", "t", 1, "eval/accuracy_greedy", "", 0.5, None, "d", "f")
-FITS = [
-    *({"value": value} for value in (0.0, 1.0, 1.0000001, float("nan"))),
-    *({"value": 45.3, "metric": metric} for metric in ("reward/mean", "trl/accuracy", "completions/tokens")),
-    *({"question": "q", "n": n, "value": value} for n, value in ((2, 0.5), (3, 0.33), (900, 0.1))),
-]
-WRONG = [
-    *({"value": value} for value in (45.3, 100.0, 1.5, -2.0)),
-    *({"value": 2.0, "metric": metric} for metric in ("accuracy", "completions/truncated_frac")),
-    *({"question": "q", "n": n, "value": value} for n, value in ((1, 0.5), (4, 0.4), (3, 0.5))),
-]
+FITS = [(1.0, None), (0.0, None), (1.0000001, None), (float("nan"), None), (0.5, 2), (0.33, 3), (0.1, 900)]
+WRONG = [(45.3, None), (100.0, None), (1.5, None), (-2.0, None), (0.5, 1), (0.4, 4), (0.5, 3)]
 
 
-def test_a_share_is_no_percentage_and_a_part_is_one_of_its_n() -> None:
-    for changes in FITS:
-        checked(Row(**vars(ROW) | changes), "here")
-    for changes in WRONG:
-        with pytest.raises(ConfigError, match=r"here: .*(is a share|such as 0\.5 of 2)"):
-            checked(Row(**vars(ROW) | changes), "here")
+@pytest.mark.parametrize(("value", "n"), FITS + WRONG)
+def test_a_share_is_no_percentage_and_a_part_is_one_of_its_n(value: float, n: int | None) -> None:
+    row = replace(ROW, value=value, n=n, question="" if n is None else "q")
+    said = r"here: .*(is a share|such as 0\.5 of 2)"
+    with pytest.raises(ConfigError, match=said) if (value, n) in WRONG else nullcontext():
+        checked(row, "here")
+    checked(replace(ROW, value=value, metric="reward/mean"), "here")
 
 
 @pytest.mark.parametrize("cell", ["4_5", "0,45", "45 %", "1e", "0x1p3", "--", "n/a", "½", "1 000"])
