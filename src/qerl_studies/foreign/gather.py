@@ -79,8 +79,8 @@ def study_of(tool: str, study: str, model: str, task: str, runs: Sequence[Foreig
 
 
 def with_copies(rows: Sequence[Row], about: About) -> About:
-    """`about` with the runs that have the numbers of another one: a folder that was copied, or a seed or an option that
-    changed nothing. Of one arm they count once, of two nobody knows which is whose."""
+    """`about` with runs that have the numbers of another one. Of one arm they count once, of two nobody knows whose
+    they are."""
     numbers: dict[tuple[str, str], set[tuple[Any, ...]]] = {}
     for row in rows:
         if math.isfinite(row.value) and not OF_MACHINE.search(row.metric):
