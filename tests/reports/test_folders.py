@@ -601,7 +601,7 @@ def test_a_model_that_fails_at_its_first_text_is_refused_in_words(tmp_path: Path
 
 
 @pytest.mark.parametrize("quant", ["bf16", "nvfp4"])
-def test_the_advice_for_a_model_that_fails_is_another_than_what_was_tried(llama: Path, quant: str) -> None:
+def test_advice_is_another_than_what_was_tried(llama: Path, quant: str) -> None:
     say(llama, partial_rotary_factor=0.5)
     with pytest.raises(ConfigError, match=rf"quant={quant}: RuntimeError.*choose another model") as caught:
         build_policy(experiment(llama, "lora.rank=4", f"quant={quant}"), None, "cpu")

@@ -89,10 +89,6 @@ def column(name: str, of: Callable[[pa.ChunkedArray], Any]) -> Change:
     return lambda table: table.set_column(table.column_names.index(name), name, of(table[name]))
 
 
-def without(lost: Callable[[pd.DataFrame], Any]) -> Change:
-    return lambda table: table.filter(pa.array(~lost(table.to_pandas()).to_numpy(bool)))
-
-
 def order(table: pa.Table) -> pa.Table:
     return table.take(pa.array([*range(1, len(table), 2), *range(0, len(table), 2)]))
 
@@ -111,15 +107,21 @@ SAME: list[tuple[int, Change]] = [  # to metrics, 0, or answers, 1
     *((1, column("correct", lambda one, to=to: one.cast(to))) for to in (pa.float64(), pa.int64(), pa.uint8())),
 ]
 LOST = "lacks steps of finished runs"
+
+
+def lost(rows: str) -> Change:
+    return lambda table: pa.Table.from_pandas(table.to_pandas().query(f"not ({rows})"), preserve_index=False)
+
+
 OTHER: list[tuple[int, Change, str]] = [
-    *((0, twice, "has .* twice"), (1, twice, "has .* twice"), (0, lambda table: table.slice(0, len(table) // 2), LOST)),
-    (0, lambda table: pa.concat_tables([table] * 2), "has .* twice"),
-    *((0, without(lambda table, step=step: table.step == step), LOST) for step in (1, 2, 6)),
-    (0, without(lambda table: (table.kind == "eval") & (table.step == 6)), LOST),
-    (0, without(lambda table: table.run == table.run[0]), rf"{LOST}: .*bf16.*-s0-"),
+    *((which, twice, "has .* twice") for which in (0, 1)),
+    *((0, lost(f"step == {step}"), LOST) for step in (1, 2, 6)),
+    *((0, lost(rows), LOST) for rows in ("kind == 'eval' and step == 6", "seed == 1", "index > 800")),
     (0, column("step", lambda one: pa.array([-step for step in one.to_pylist()])), "step is below 0"),
-    (1, column("samples", lambda one: pa.array([0] * len(one))), "from 0 to samples"),
-    (1, column("correct", lambda one: pa.array([-1] * len(one))), "from 0 to samples"),
+    *(
+        (1, column(name, lambda one, n=n: pa.array([n] * len(one))), "0 to samples")
+        for name, n in (("samples", 0), ("correct", -1))
+    ),
 ]
 
 

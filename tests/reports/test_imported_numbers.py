@@ -30,9 +30,6 @@ def imported(root: Path, runs: dict[str, float], time: float) -> tuple[dict[str,
     return json.loads((root / "study" / ABOUT).read_text())["unjudged"], judged
 
 
-# A run that stands twice, or whose seed changed nothing: an interval of three that are two.
-
-
 @pytest.mark.parametrize("time", [1.0, 9.0])  # of a copy, of a rerun
 @pytest.mark.parametrize(("a", "b"), [("a-s1", "b-s1"), ("a-s0", "b-s0"), ("a-s1", "b-s0"), ("a-s0", "b-s1")])
 def test_a_run_that_stands_twice_counts_once(a: str, b: str, time: float, tmp_path: Path) -> None:
@@ -48,37 +45,31 @@ def test_a_run_that_stands_in_two_arms_counts_in_none(copy: str, of: str, tmp_pa
     assert {*unjudged} == {copy, of} and one.difference is None and "single seed" in one.state.untested
 
 
-# What a name says of a seed: the number at its end is not always one.
-
-SEEDS = ("a-s3", "a_seed_3", "a/seed3", "mxfp8s3", "s3", "a.s3", "qloraseed3")
-NO_SEEDS = ("a-bs8", "a-steps100", "a-gpus4", "a-eps1", "a-params7", "a-s3-v2", "a-loss1", "a-s", "a-0.5", "")
-
-
-def test_a_seed_is_what_is_called_so() -> None:
-    assert {*map(named_seed, SEEDS)} == {3} and {*map(named_seed, NO_SEEDS)} == {None}
-
-
-# Options whose names say that they decide nothing.
-
-DECIDING = {
-    "rollout.name": ("vllm", "sglang"), "model_name_or_path": ("Qwen/A", "Qwen/B"), "optim.name": ("adamw", "muon"),
-    "model.path": ("/a/Qwen2.5-0.5B", "/a/Qwen2.5-1.5B"), "reward_function.path": ("/x/strict.py", "/x/mild.py"),
-}  # fmt: skip
-PLACES = {
-    **dict.fromkeys(("run_name", "trainer.experiment_name", "output_dir", "seed", "data.seed"), ("1", "2")),
-    "model.path": ("/home/x/Qwen2.5-0.5B", "/scratch/y/Qwen2.5-0.5B/"),
-}
+@pytest.mark.parametrize(
+    ("names", "seed"),
+    [
+        (("a-s3", "a_seed_3", "a/seed3", "mxfp8s3", "s3", "a.s3", "qloraseed3"), 3),
+        (("a-bs8", "a-steps100", "a-gpus4", "a-eps1", "a-params7", "a-s3-v2", "a-s", "a-0.5", ""), None),
+    ],
+)
+def test_a_seed_is_what_is_called_so(names: tuple[str, ...], seed: int | None) -> None:
+    assert {*map(named_seed, names)} == {seed}
 
 
-@pytest.mark.parametrize("decides", [True, False])
-def test_an_arm_has_one_setting_by_values_and_not_by_keys(decides: bool) -> None:
-    for key, values in (DECIDING if decides else PLACES).items():
-        runs = [ForeignRun(f"a-s{seed}", "f", {1: {"r": 0.1}}, {key: one}, seed) for seed, one in enumerate(values)]
-        _, about = study_of("TRL", "s", "m", "t", runs)
-        assert len(about.unjudged) == 2 * decides and all(key in reason for reason in about.unjudged.values()), key
+SETTINGS = [  # of two runs of an arm, and whether they are one
+    *(("rollout.name", "vllm", "sglang", False), ("model_name_or_path", "Qwen/A", "Qwen/B", False)),
+    *(("model.path", "/a/Qwen-0.5B", "/a/Qwen-1.5B", False), ("reward.path", "/x/strict.py", "/x/mild.py", False)),
+    *((key, "1", "2", True) for key in ("run_name", "trainer.experiment_name", "output_dir", "seed", "data.seed")),
+    ("model.path", "/home/x/Qwen-0.5B", "/scratch/y/Qwen-0.5B/", True),
+]
 
 
-# Cells that are a number to one program, and another number to the next.
+@pytest.mark.parametrize(("key", "first", "second", "one"), SETTINGS)
+def test_an_arm_has_one_setting_by_values_and_not_by_keys(key: str, first: str, second: str, one: bool) -> None:
+    runs = [ForeignRun(f"a-s{seed}", "f", {1: {"r": 0.1}}, {key: (first, second)[seed]}, seed) for seed in (0, 1)]
+    _, about = study_of("TRL", "s", "m", "t", runs)
+    assert [key in reason for reason in about.unjudged.values()] == [True, True] * (not one)
+
 
 ROW = Row("s", "a", 0, "m", "t", 1, "eval/accuracy_greedy", "", 0.5, None, "d", "f")
 FITS = [(1.0, None), (0.0, None), (1.0000001, None), (float("nan"), None), (0.5, 2), (0.33, 3), (0.1, 900)]

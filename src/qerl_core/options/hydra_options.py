@@ -16,8 +16,10 @@ from omegaconf import OmegaConf
 from qerl_core.checks import ConfigError, require
 from qerl_core.process.installation import CONF_DIR
 
-PLACES = ("run.dir", "sweep.dir", "sweep.subdir", "job.chdir", "output_subdir")  # for which its files ask `root`
-LOG = {"job.name": "run", "job_logging.handlers.file.filename": "${hydra.runtime.output_dir}/${hydra.job.name}.log"}
+PLACES = (  # where a run and its log lie, which its files ask `root` for
+    *("run.dir", "sweep.dir", "sweep.subdir", "job.chdir", "output_subdir", "job_logging.handlers.file.filename"),
+    "runtime.choices.hydra/job_logging",
+)
 LAUNCHER = "hydra.launcher."
 LAUNCHERS = ("process", "slurm")
 
@@ -31,8 +33,9 @@ def refuse_unusable(hydra: Any) -> None:
         f"hydra.job.env_copy={list(copied or [])} would write these variables to multirun.yaml; leave it out: a run "
         "inherits the environment as it is",
     )
-    for key, ours in ({key: _at(_written(), key) for key in PLACES} | LOG).items():
-        value = _at(OmegaConf.to_container(hydra, resolve=False), key)
+    given = OmegaConf.to_container(hydra, resolve=False)
+    for key in PLACES:
+        value, ours = (_at(tree, key) for tree in (given, _written()))
         require(
             value == ours,
             f"hydra.{key}={value} would part what Hydra writes from the files of the run: leave it, or what leads to "
@@ -50,7 +53,8 @@ def _at(tree: Any, key: str) -> Any:
 @lru_cache(maxsize=1)
 def _written() -> Any:
     """The node `hydra` of the root config, with its interpolations."""
-    return OmegaConf.to_container(OmegaConf.load(CONF_DIR / "run.yaml").hydra, resolve=False)
+    tree = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "run.yaml").hydra, resolve=False)
+    return tree | {"runtime": {"choices": {"hydra/job_logging": "default"}}}  # type: ignore[operator]
 
 
 def unknown_hydra_key(key: str) -> str:

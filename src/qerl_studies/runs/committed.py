@@ -181,9 +181,8 @@ def _read_metrics(path: Path, runs: Mapping[str, Any], steps: Mapping[str, Any])
 
 def _require_once(file: Path, frame: pd.DataFrame, keys: list[str]) -> None:
     """Raise ConfigError unless each row has its own `keys`, and a step from 0 on."""
-    twice = frame.duplicated(keys)
-    row = frame.loc[twice, keys].astype(str).agg(" ".join, axis="columns").iloc[0] if twice.any() else ""
-    require(not row, f"{file} has {row} twice. {REMEDY}{file.parent}")
+    twice = frame[frame.duplicated(keys)][keys].astype(str).to_numpy()
+    require(not len(twice), f"{file} has {' '.join(twice[:1].ravel())} twice. {REMEDY}{file.parent}")
     require(bool((frame["step"] >= 0).all()), f"{file}: step is below 0. {REMEDY}{file.parent}")
 
 
