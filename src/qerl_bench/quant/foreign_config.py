@@ -99,7 +99,7 @@ def _twice(said: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
         return
     earlier = {key: said[key] for key in ("rope_theta", "partial_rotary_factor") if said.get(key) is not None}
     if isinstance(scaling, Mapping):
-        earlier |= {{"type": "rope_type"}.get(key, key): value for key, value in scaling.items()}
+        earlier |= {"rope_type" if key == "type" else str(key): value for key, value in scaling.items()}
     for key, value in earlier.items():
         if value is not None and (key in whole or isinstance(scaling, Mapping)):
             yield key, value, whole.get(key)

@@ -179,7 +179,7 @@ def _read_metrics(path: Path, runs: Mapping[str, Any], steps: Mapping[str, Any])
     return metrics
 
 
-def _require_once(file: Path, frame: pd.DataFrame, keys: list[str]) -> None:
+def _require_once(file: Path, frame: Any, keys: list[str]) -> None:
     """Raise ConfigError unless each row has its own `keys`, and a step from 0 on."""
     twice = frame[frame.duplicated(keys)][keys].astype(str).to_numpy()
     require(not len(twice), f"{file} has {' '.join(twice[:1].ravel())} twice. {REMEDY}{file.parent}")
