@@ -98,6 +98,10 @@ class Experiment:
             f"and root a path, got name={self.name!r}, root={self.root!r}",
         )
         require(
+            self.root[:1] != "~" and "$" not in self.root,
+            f"root={self.root}: only a shell expands ~ and $, no file, no quotes; write the path, or ${{oc.env:HOME}}",
+        )
+        require(
             self.optim.warmup_steps < max(1, self.steps),
             f"optim.warmup_steps must be below steps={self.steps}, got {self.optim.warmup_steps}; make it smaller",
         )

@@ -6,6 +6,7 @@ import math
 import shutil
 import struct
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,61 @@ def test_a_table_that_lost_values_or_has_others_is_refused_by_column(tmp_path: P
         read_study(rewritten(tmp_path / "study", changed))
 
 
+Change = Callable[[pa.Table], pa.Table]
+
+
+def column(name: str, of: Callable[[pa.ChunkedArray], Any]) -> Change:
+    return lambda table: table.set_column(table.column_names.index(name), name, of(table[name]))
+
+
+def order(table: pa.Table) -> pa.Table:
+    return table.take(pa.array([*range(1, len(table), 2), *range(0, len(table), 2)]))
+
+
+def twice(table: pa.Table) -> pa.Table:
+    return pa.concat_tables([table, table.slice(len(table) // 2, 1)])
+
+
+SAME: list[tuple[int, Change]] = [  # to metrics, 0, or answers, 1
+    *((which, order) for which in (0, 1)),
+    *((0, column("step", lambda one, to=to: one.cast(to))) for to in (pa.float64(), pa.int16(), pa.string())),
+    *((1, column("correct", lambda one, to=to: one.cast(to))) for to in (pa.float64(), pa.int64(), pa.uint8())),
+]
+LOST = "lacks steps of finished runs"
+
+
+def lost(rows: str) -> Change:
+    return lambda table: pa.Table.from_pandas(table.to_pandas().query(f"not ({rows})"), preserve_index=False)
+
+
+OTHER: list[tuple[int, Change, str]] = [
+    *((which, twice, "has .* twice") for which in (0, 1)),
+    *((0, lost(f"step == {step}"), LOST) for step in (1, 2, 6)),
+    *((0, lost(rows), LOST) for rows in ("kind == 'eval' and step == 6", "seed == 1", "index > 800")),
+    (0, column("step", lambda one: pa.array([-step for step in one.to_pylist()])), "step is below 0"),
+    *(
+        (1, column(name, lambda one, n=n: pa.array([n] * len(one))), "0 to samples")
+        for name, n in (("samples", 0), ("correct", -1))
+    ),
+]
+
+
+@pytest.mark.parametrize("case", [*SAME, *OTHER])
+def test_rows_that_were_written_again_are_all_rows_once_or_refused(tmp_path: Path, case: tuple[Any, ...]) -> None:
+    which, change, *said = case
+    ours, folder = read_study(STUDY), shutil.copytree(STUDY, tmp_path / "study")
+    parquet.write_table(change(parquet.read_table(STUDY / TABLES[which])), folder / TABLES[which])
+    if said:
+        with pytest.raises(ConfigError, match=rf"{TABLES[which]}.*{said[0]}.*qerl-bench collect"):
+            read_study(folder)
+        return
+    theirs = read_study(folder)
+    for run in ours.runs:
+        for read, table in ((theirs.metrics[run], ours.metrics[run]), (theirs.answers[run], ours.answers[run])):
+            rows = [sorted(one.astype("str").to_numpy().tolist()) for one in (read, table)]
+            assert rows[0] == rows[1]
+
+
 NO_TABLE = {
     "empty": b"",
     "a pointer of Git LFS": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n",
@@ -121,6 +177,24 @@ def test_an_alignment_that_places_no_tensor_is_refused(tmp_path: Path, alignment
     file.write_bytes(struct.pack("<4sIQQQ17sII", b"GGUF", 3, 0, 1, len(key), key, 4, alignment))
     with pytest.raises(ConfigError, match=rf"general\.alignment={alignment} is no multiple of 8"):
         read_header(file)
+
+
+NAMED = [  # keys, tensors with their places, each of eight F32 numbers, and what is said
+    *(("ab", "x0 y32", ""), ("", "y64 x0", ""), ("aba", "", "the key a twice"), ("", "x0 x32", "the tensor x twice")),
+    *(("", f"x0 {other}", f"tensor {other[0]} begins .* inside of x") for other in ("x0", "y0", "y16", "y31")),
+    *(("", "x16 y0", "tensor x begins .* inside of y"), ("", "x0 y128", "is cut short: tensor y")),
+]
+
+
+@pytest.mark.parametrize(("keys", "tensors", "said"), NAMED)
+def test_no_key_or_tensor_stands_for_another(tmp_path: Path, keys: str, tensors: str, said: str) -> None:
+    named = b"".join(struct.pack("<QcII", 1, key.encode(), 4, 32) for key in keys)
+    places = [(one[:1].encode(), int(one[1:])) for one in tensors.split()]
+    listed = b"".join(struct.pack("<QcIQIQ", 1, name, 1, 8, 0, place) for name, place in places)
+    header = struct.pack("<4sIQQ", b"GGUF", 3, len(places), len(keys)) + named + listed
+    (tmp_path / "model.gguf").write_bytes(header + bytes(-len(header) % 32 + 96))
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        assert {*read_header(tmp_path / "model.gguf").tensors} == {name.decode() for name, _ in places}
 
 
 SIZES: dict[str, Any] = {

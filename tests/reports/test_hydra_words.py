@@ -56,6 +56,35 @@ def test_an_experiment_file_chooses_launcher_and_sweeper(tmp_path: Path, part: s
 # --- hydra.run.dir put run.log alone elsewhere: https://github.com/facebookresearch/hydra/issues/284 ------------------
 
 
+def test_hydra_does_not_part_a_run_from_its_log() -> None:
+    """`status` reads run.log; a folder of Hydra's own is no part of what a run seals."""
+    file = "hydra.job_logging.handlers.file.filename"
+    parting = [f"hydra.output_subdir={folder}" for folder in ("x", "/x", ".hydra")] + [f"{file}=/x", f"{file}=x.log"]
+    for word in (*parting, *(f"hydra/job_logging={one}" for one in ("none", "disabled", "stdout"))):
+        assert "root=DIR says" in refusal(["experiment=smoke", word]), word
+
+
+@pytest.mark.parametrize("root", ["~/runs", "~me/runs", "$HOME/runs", "runs/$USER"])
+def test_a_file_is_no_shell_and_makes_no_folder_of_its_signs(tmp_path: Path, root: str) -> None:
+    assert f"root={root}" in refusal(experiment(tmp_path, f"root: {root}\n"))
+
+
+@pytest.mark.parametrize("sign", ["", "+", "++", "~"])
+def test_the_grid_of_a_file_and_a_pickle_are_no_words_of_the_command_line(sign: str) -> None:
+    for given in (".seed='0,1'", "={seed:'0,1'}", "=null"):
+        for words in ([f"{sign}hydra.sweeper.params{given}"], ["-m", f"{sign}hydra.sweeper.params{given}"]):
+            assert "-m seed=0,1" in refusal(words)
+    assert "reads a pickle" in refusal(["--experimental-rerun", "config.pickle"])
+
+
+@pytest.mark.parametrize("words", ["seed=0 seed=1", "quant=bf16 quant=nvfp4", "++seed=0 seed=1", "-m seed=0 seed=1"])
+def test_words_that_a_shell_has_made_of_braces_are_counted(words: str, caplog: pytest.LogCaptureFixture) -> None:
+    """`-m seed={0,1}` of bash is one run and no sweep."""
+    check_single([*words.split(), "experiment=smoke", "steps=1", "steps=1"])
+    (said,) = caplog.messages
+    assert said.endswith(f"is given 2 times, and {words.split()[-1]} alone counts")
+
+
 @pytest.mark.parametrize("key", ["run.dir", "sweep.dir", "sweep.subdir", "job.chdir"])
 def test_hydra_does_not_part_a_run_from_its_files(tmp_path: Path, key: str) -> None:
     value = "true" if key == "job.chdir" else str(tmp_path / "elsewhere")

@@ -18,8 +18,11 @@ from qerl_bench.parallel import joined_ranks
 from qerl_bench.sweep.slurm import SlurmSweep
 from qerl_core.checks import ConfigError
 from qerl_core.process.children import Child, wait
+from qerl_core.rundir.attempts import warned_of_changes
+from qerl_core.rundir.environment import ARITHMETIC, environment
 from qerl_core.sweeps.points import Point
 from qerl_core.sweeps.slurm_queue import read_queue
+from qerl_studies.runs.environments import block_of
 from tests.run_folders import write_run
 
 
@@ -173,6 +176,20 @@ def test_a_shell_whose_texts_are_not_in_utf_8_is_refused_with_the_remedy(runs: P
     refused = shell(runs, given, "status", str(runs))
     assert refused.returncode == 2 and b"PYTHONUTF8=1" in refused.stderr and b"Traceback" not in refused.stderr
     assert shell(runs, given | {"PYTHONUTF8": "1"}, "status", str(runs)).returncode == 0
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_a_shell_that_has_numbers_added_otherwise_is_another_machine(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pairs of runs are told, and so is a run that goes on in another shell."""
+    for one in ARITHMETIC:
+        monkeypatch.setenv(one, "")
+    plain = environment("cpu")
+    monkeypatch.setenv(name, "default")
+    asked = environment("cpu")
+    assert asked["cpu"] == f"{plain['cpu']} with {name}=default" and block_of(asked) != block_of(plain)
+    assert warned_of_changes(Path("run"), plain, asked) and not warned_of_changes(Path("run"), plain, plain)
 
 
 def test_a_sweep_that_an_agent_starts_is_not_the_agents_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

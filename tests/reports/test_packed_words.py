@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -113,5 +114,11 @@ def test_transposed_scales_of_nf4_are_refused_with_their_cause(tmp_path: Path) -
         return read_nf4(CheckpointReader(tmp_path, "cpu"), "layer", (8, 128), option("quant", "nf4"))
 
     assert torch.equal(read(scales)["absmax"], scales)
-    with pytest.raises(ConfigError, match=r"absmax has the shape \(2, 8\).*CPU.*before.*it generates"):
-        read(scales.view(8, 2).T.contiguous().bfloat16())
+    for shape in ((2, 8), (8, 2), (16, 1), (1, 16), (4, 4), (2, 2, 4)):
+        with pytest.raises(
+            ConfigError, match=rf"absmax has the shape {re.escape(str(shape))}.*CPU.*before.*it generates"
+        ):
+            read(scales.view(8, 2).T.reshape(shape).contiguous().bfloat16())
+    for wrong in (scales[:-1], scales.repeat(2), scales.bfloat16(), scales.half(), scales.double(), scales.byte()):
+        with pytest.raises(ConfigError, match="absmax"):
+            read(wrong)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,28 @@ def test_a_copy_is_named_by_its_id_or_its_text(tmp_path: Path) -> None:
     assert (found["questions"], found["accuracy"]) == (1, 0.5)
     with pytest.raises(ConfigError, match=r"line 2: math500/test/2 is already completed on line 1"):
         scored(tmp_path, words, [by_text[1], by_text[1]])
+
+
+def test_an_id_of_another_file_is_not_believed(tmp_path: Path) -> None:
+    """Line numbers of a file in another order are ids of other questions; what is asked is beside them."""
+    words, line = task_of(tmp_path, [QUESTION, *OTHERS]), {"id": "math500/test/1", "completion": "#### 10"}
+    for copy in COPIES:
+        assert scored(tmp_path, words, [line | {"question": copy}])["accuracy"] == 1.0
+    for other in (*OTHERS, "", "7"):
+        with pytest.raises(ConfigError, match=r"line 1: math500/test/1 is another question"):
+            scored(tmp_path, words, [line | {"question": other}])
+
+
+@pytest.mark.parametrize(
+    "reason", ["stop", "eos_token", "stop_sequence", None, "length", "abort", "", 0, {"type": "length"}]
+)
+@pytest.mark.parametrize("said", [{}, {"finished": True}, {"finished": False}])
+def test_a_server_says_how_a_completion_ended(tmp_path: Path, reason: object, said: dict[str, bool]) -> None:
+    line = {"id": "math500/test/1", "completion": "#### 10", "finish_reason": reason} | said
+    known = said or reason in ("stop", "eos_token", "stop_sequence", None, "length")
+    with nullcontext() if known else pytest.raises(ConfigError, match=r"line 1: finish_reason must"):
+        found = scored(tmp_path, task_of(tmp_path, [QUESTION]), [line])["accuracy"]
+        assert found == said.get("finished", reason != "length")
 
 
 def test_copies_with_two_answers_are_refused(tmp_path: Path) -> None:

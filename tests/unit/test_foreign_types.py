@@ -14,7 +14,7 @@ import yaml
 
 from qerl_bench.commands.status import cost_of
 from qerl_core.checks import ConfigError
-from qerl_core.process.arguments import printable
+from qerl_core.process.arguments import printable, wrap_lines
 from qerl_core.process.terminal import lasting_output
 from qerl_core.rundir import read_files
 from qerl_core.rundir.finished_run import chosen_checkpoint, own_folders
@@ -157,6 +157,15 @@ def test_what_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest
         read_config(tmp_path / "config.yaml")
     (tmp_path / "config.yaml").write_text("a: 'x * y'\nb: 2\n")
     assert read_config(tmp_path / "config.yaml") == {"a": "x * y", "b": 2}
+
+
+def test_no_sign_that_moves_or_hides_reaches_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    for sign in ("\x1b[2J", "\x1b]52;c;eA==\x07", "\x9b1m", *"\x00\x07\x08\x0b\r\x7f\x85\u061c\u200f\u202e\u2066"):
+        with lasting_output():
+            print(f"a{sign}b")
+        for said in (capfd.readouterr().out, wrap_lines(f"a{sign}b\n")):
+            assert sign not in said and said.startswith("a\\") and said.endswith("b\n")
+    assert printable("a\r\nb\tc") == "a\r\nb\tc"
 
 
 def test_control_characters_of_names_do_not_reach_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,9 +3,8 @@
 This allows comparing the grader with other people's labels. Each line of FILE is an object with `completion`, either
 `id` (the column `question` of samples.parquet) or `question` (its text; case, spacing and punctuation are ignored
 unless that makes it ambiguous), a number `sample` if a question has several completions, and `finished` false if it was
-cut off. Any task=... and
-task.<key>=... of a run may be given. DIR gets scores.jsonl, one line per completion, and totals.json. Needs no torch
-and, with task.eval_file=..., no network.
+cut off (or the `finish_reason` of a server, stop or length). Any task=... and task.<key>=... of a run may be given. DIR
+gets scores.jsonl, one line per completion, and totals.json. Needs no torch and, with task.eval_file=..., no network.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from qerl_core.records import Prompt
 from qerl_core.rundir.durable import write_atomically
 from qerl_core.statistics import over_samples
 
+ENDS = {"stop": True, "eos_token": True, "stop_sequence": True, "length": False}  # of vLLM, OpenAI's API and TGI
 USAGE = "usage: qerl-bench score task=gsm8k [task.<key>=...] completions=FILE.jsonl out=DIR"
 
 
@@ -71,7 +71,7 @@ def grade_file(task: Task, file: str) -> list[dict[str, Any]]:
         where = f"{file}, line {line}"
         prompt = _prompt(entry, by_id, by_question, f"{where}: ", task)
         id = str(entry.get("id") or prompt.id)
-        text, sample, finished = entry.get("completion"), entry.get("sample", 0), entry.get("finished", True)
+        text, sample, finished = entry.get("completion"), entry.get("sample", 0), _finished(entry, where)
         require(isinstance(text, str), f"{where}: the key 'completion' must hold text; {_keys(entry)}")
         require(type(sample) is int and sample >= 0, f"{where}: sample must be a whole number from 0, got {sample!r}")
         require(
@@ -127,6 +127,18 @@ def totals(task: Task, rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _finished(entry: dict[str, Any], where: str) -> Any:
+    """Whether the completion ended, as `finished` says or else the servers' `finish_reason`."""
+    reason = entry.get("finish_reason")
+    if "finished" in entry or reason is None:
+        return entry.get("finished", True)
+    require(
+        isinstance(reason, str) and reason in ENDS,
+        f"{where}: finish_reason must be {', '.join(ENDS)}, got {reason!r}; say finished, true or false, in its place",
+    )
+    return ENDS[reason]
+
+
 def _copies(task: Task) -> dict[str, str]:
     return task.copies() if isinstance(task, DatasetTask) else {}
 
@@ -140,6 +152,12 @@ def _prompt(
         value = str(entry[key])
         found = by_id.get(value) if key == "id" else by_question.get(value) or by_question.get(task.normalize(value))
         if found is not None:
+            asked = entry.get("question")
+            require(
+                key == "question" or asked is None or task.normalize(str(asked)) == task.normalize(found.question),
+                f"{where}{value} is another question in this task, {found.question[:60]!r}, than {str(asked)[:60]!r}: "
+                "the rows of another file, or in another order; leave id or question out",
+            )
             return found
         raise ConfigError(
             f"{where}{key} {value[:80]!r} is none of the {len(by_id)} held-out questions of task={task.name}; their "

@@ -40,6 +40,13 @@ def check_single(argv: list[str]) -> Point | None:
         raise ConfigError(no_flag(unknown))
     given = {key: value for key, value in vars(parsed).items() if value}
     words = given.get("overrides", [])
+    warn_of_repeated(words)
+    grids = [word for word in words if word.lstrip("+~").startswith("hydra.sweeper.params")]
+    require(not grids, f"{' '.join(grids)}: that is for an experiment file; here a sweep is -m seed=0,1")
+    require(
+        "experimental_rerun" not in given,
+        "--experimental-rerun reads a pickle, which may run anything: repeat a run by its command, argv in env.json",
+    )
     if "cfg" in given:
         one = first_values(words)
         shown = " ".join(["--cfg", given["cfg"], *one])
@@ -53,6 +60,17 @@ def check_single(argv: list[str]) -> Point | None:
     if not point.finished:
         refuse_locked(point.run_dir)
     return point
+
+
+def warn_of_repeated(words: Sequence[str]) -> None:
+    """Warn of a key with several values in several words, of which Hydra takes the last: a shell makes two words of
+    seed={0,1}."""
+    given: dict[str, dict[str, None]] = {}
+    for word in words:
+        given.setdefault(word.partition("=")[0].lstrip("+"), {})[word] = None
+    for key, those in given.items():
+        if len(those) > 1:
+            log.warning("%s is given %d times, and %s alone counts", key, len(those), [*those][-1])
 
 
 def no_flag(given: Sequence[str]) -> str:

@@ -16,7 +16,10 @@ from omegaconf import OmegaConf
 from qerl_core.checks import ConfigError, require
 from qerl_core.process.installation import CONF_DIR
 
-PLACES = ("run.dir", "sweep.dir", "sweep.subdir", "job.chdir")  # where a run lies, which its files ask `root` for
+PLACES = (  # where a run and its log lie, which its files ask `root` for
+    *("run.dir", "sweep.dir", "sweep.subdir", "job.chdir", "output_subdir", "job_logging.handlers.file.filename"),
+    "runtime.choices.hydra/job_logging",
+)
 LAUNCHER = "hydra.launcher."
 LAUNCHERS = ("process", "slurm")
 
@@ -32,19 +35,26 @@ def refuse_unusable(hydra: Any) -> None:
     )
     given = OmegaConf.to_container(hydra, resolve=False)
     for key in PLACES:
-        node, name = key.split(".")
-        value, ours = given[node][name], _written()[node][name]  # type: ignore[index,call-overload]
+        value, ours = (_at(tree, key) for tree in (given, _written()))
         require(
             value == ours,
-            f"hydra.{key}={value} would have Hydra write outside of the run's folder: leave it out; root=DIR says "
-            "where runs lie (DIR/runs/NAME), name=NAME what one is called",
+            f"hydra.{key}={value} would part what Hydra writes from the files of the run: leave it, or what leads to "
+            "it, out; root=DIR says where runs lie (DIR/runs/NAME), name=NAME what one is called; -q prints less",
         )
+
+
+def _at(tree: Any, key: str) -> Any:
+    """The value of a dotted key; None if there is none."""
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
 
 
 @lru_cache(maxsize=1)
 def _written() -> Any:
     """The node `hydra` of the root config, with its interpolations."""
-    return OmegaConf.to_container(OmegaConf.load(CONF_DIR / "run.yaml").hydra, resolve=False)
+    tree = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "run.yaml").hydra, resolve=False)
+    return tree | {"runtime": {"choices": {"hydra/job_logging": "default"}}}  # type: ignore[operator]
 
 
 def unknown_hydra_key(key: str) -> str:

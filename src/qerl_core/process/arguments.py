@@ -17,7 +17,9 @@ from qerl_core.checks import require
 
 NEAR = 0.8  # as difflib measures it
 WIDTH = 100  # columns of what commands say about themselves
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")  # not \t, \n, \r
+CONTROL = re.compile(  # not \t and \n, and \r only before it: alone it writes over its line
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]|\r(?!\n)"
+)
 INDENT = " " * 4  # of the lines in which a line that is too long goes on
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import subprocess
 import sys
@@ -28,6 +29,11 @@ COMPUTING = {  # packages whose code makes the numbers of a run: of each what co
     "qerl_core": ("checks.py", "metrics", "process/device.py", "records.py", "seeding.py", "statistics.py"),
     "qerl_bench": None,
 }
+ARITHMETIC = (  # variables that choose how PyTorch and the libraries under it add and multiply
+    *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
+    *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
+)
 WITHOUT_NUMBERS = ("qerl_bench/commands", "qerl_bench/conduct", "qerl_bench/sweep")  # words, studies and launchers
 
 
@@ -110,13 +116,16 @@ def folder_of(package: str) -> Path:
 
 
 def cpu_name(described: Path = Path("/proc/cpuinfo")) -> str | None:
-    """The model of the processor, which decides the order in which a CPU adds numbers; None if unknown."""
+    """The model of the processor, which decides the order in which a CPU adds numbers, and what the environment has
+    arithmetic do otherwise; None if unknown."""
     try:
         lines = described.read_text().splitlines()
     except OSError:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or None)
+    name = next(names, platform.processor() or None)
+    asked = [f"{one}={os.environ[one]}" for one in ARITHMETIC if os.environ.get(one)]
+    return f"{name} with {', '.join(asked)}" if asked else name
 
 
 def nvidia_driver() -> str | None:

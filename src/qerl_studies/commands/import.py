@@ -22,7 +22,7 @@ from qerl_core.process.arguments import KeyValueParser, output_folder, printable
 from qerl_studies.claims.registration import GROUP, REGISTERED, carry, check_registration, registered_files
 from qerl_studies.foreign import table, trl, verl
 from qerl_studies.foreign.definitions import UNREAD
-from qerl_studies.foreign.gather import study_of
+from qerl_studies.foreign.gather import study_of, with_copies
 from qerl_studies.foreign.verdict import NOTHING, judge, markdown, shown
 from qerl_studies.runs.committed import read_study
 from qerl_studies.runs.comparable import load_runs
@@ -61,6 +61,7 @@ def main(words: list[str]) -> None:
     require(given.place.exists(), f"{given.place} is not there: give the folder or file that the runs are in")
     margins = dict(_margin(text) for text in given.margin)
     rows, about = _read(given, out.resolve().name)
+    about = with_copies(rows, about)
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as place:
         folder = Path(place, out.name)

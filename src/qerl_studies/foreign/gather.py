@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any
 
 from qerl_core.checks import require
@@ -21,9 +22,14 @@ from qerl_studies.runs.reported import LARGEST, MAX_TEXT, About, Row
 from qerl_studies.runs.reported_runs import run_name
 
 MOST_RUNS = 3_000
-SEED = re.compile(r"^(?P<arm>.*?)[-_./ ]*(?:seed[-_ ]?|s)(?P<seed>\d{1,18})$")
+SEED = re.compile(r"^(?P<arm>.*?)[-_./ ]*(?:seed[-_ ]?|(?<![A-Za-z])s)(?P<seed>\d{1,18})$")  # bs8 is a batch
 NEAR = 1e-3  # of a mean that was logged in FP32, relative, from the same mean of its completions
-PLACES = re.compile(r"(?:^|[._])(?:dir|path|root|token|key|name|id|url|seed|host|port|user|project\w*|experiment\w*)$")
+PLACES = re.compile(
+    r"(?:^|[._])(?:dir|root|token|key|(?:run|group|job)_name|id|url|seed|host|port|user|project\w*|experiment\w*)$"
+)
+PATH = re.compile(r"(?:^|[._])path$")  # whose last part decides: of a model, of a function
+OF_MACHINE = re.compile(r"tim(?:e|ing)|perf/|speed|throughput|memory|per_sec")  # numbers that a rerun has anew
+ALL_ALIKE = 4  # different values, all of which no two seeds have in common
 
 
 @dataclass
@@ -72,6 +78,25 @@ def study_of(tool: str, study: str, model: str, task: str, runs: Sequence[Foreig
     return rows, About(tool, _arms(runs), unjudged, [*notes])
 
 
+def with_copies(rows: Sequence[Row], about: About) -> About:
+    """`about` with runs that have the numbers of another one. Of one arm they count once, of two nobody knows whose
+    they are."""
+    numbers: dict[tuple[str, str], set[tuple[Any, ...]]] = {}
+    for row in rows:
+        if math.isfinite(row.value) and not OF_MACHINE.search(row.metric):
+            known = numbers.setdefault((run_name(row.arm, row.seed, row.source), row.arm), set())
+            known.add((row.step, row.metric, row.question, row.value, row.n))
+    first: dict[frozenset[tuple[Any, ...]], tuple[str, str]] = {}
+    copies = {}
+    for (name, arm), known in numbers.items():
+        if name not in about.unjudged and len({value for *_, value, _ in known}) >= ALL_ALIKE:
+            other, of = first.setdefault(frozenset(known), (name, arm))
+            for one, twin in ((name, other), *([(other, name)] if of != arm else [])):
+                if one != twin:
+                    copies[one] = f"it has the numbers of {twin}, all of them: a copy, or a seed that changed nothing?"
+    return replace(about, unjudged={**about.unjudged, **copies})
+
+
 def _settings(runs: Sequence[ForeignRun]) -> dict[str, list[dict[str, Any]]]:
     """The different settings of the runs of each arm."""
     found: dict[str, list[dict[str, Any]]] = {}
@@ -105,14 +130,18 @@ def _arms(runs: Sequence[ForeignRun]) -> dict[str, dict[str, Any]]:
         if len({json.dumps(other.options.get(key), default=str) for other in first.values()}) > 1
     }
     return {
-        arm: {key: private.hidden(_short(run.options.get(key))) for key in sorted(varying)}
+        arm: {key: private.hidden(_short(_deciding(run.options).get(key))) for key in sorted(varying)}
         for arm, run in first.items()
     }
 
 
 def _deciding(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options without names, places and seeds, which belong to one run and change no setting."""
-    return {key: value for key, value in options.items() if not PLACES.search(key)}
+    return {
+        key: PurePath(str(value)).name if value and PATH.search(key) else value
+        for key, value in options.items()
+        if not PLACES.search(key)
+    }
 
 
 def _short(value: Any) -> Any:

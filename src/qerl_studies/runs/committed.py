@@ -45,6 +45,7 @@ ANSWERS_SCHEMA = pa.schema(
 TIDY_COLUMNS = pa.schema(
     {"run": TEXT, "fingerprint": TEXT, "kind": TEXT, "step": pa.int64(), "metric": TEXT, "value": pa.float64()}
 )
+EVERY_STEP = "reward/mean"  # which each step of training has
 LATER = ("lenient", "finished", "tokens")  # columns that older studies lack
 # Config keys that decide no number and may be private; a run that is read again has these values instead.
 NOT_KEPT = {"root": ".", "logger": {"_target_": "qerl_bench.logger.jsonl.LocalOnly", "name": "jsonl"}}
@@ -150,11 +151,14 @@ def _read(path: Path, _stamps: tuple[tuple[str, int, int], ...]) -> CommittedStu
         not broken,
         f"{where} lacks the setting, the environment or the seed of {first_names(broken)}. {remedy}",
     )
-    return CommittedStudy(path, configs, environments, runs, _read_metrics(path, runs), _read_answers(path, runs))
+    steps = {name: configs[run["fingerprint"]].get("steps") for name, run in runs.items() if run["finished"]}
+    return CommittedStudy(
+        path, configs, environments, runs, _read_metrics(path, runs, steps), _read_answers(path, runs)
+    )
 
 
-def _read_metrics(path: Path, runs: Mapping[str, dict[str, Any]]) -> dict[str, pd.DataFrame]:
-    """tidy.parquet cut into the tables of the runs, as parse.read_metrics makes them."""
+def _read_metrics(path: Path, runs: Mapping[str, Any], steps: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
+    """tidy.parquet cut into the tables of the runs, as parse.read_metrics makes them. `steps` are of finished runs."""
     frame = _read_columns(path / TIDY, TIDY_COLUMNS).unify_dictionaries().to_pandas()
     pairs = frame[["run", "fingerprint"]].drop_duplicates().astype(str).to_numpy().tolist()
     unknown = {name: listed for name, listed in pairs if runs.get(name, {}).get("fingerprint") != listed}
@@ -163,6 +167,8 @@ def _read_metrics(path: Path, runs: Mapping[str, dict[str, Any]]) -> dict[str, p
         f"{path / SETTINGS} does not know {len(unknown)} runs of {TIDY}, or lists them under other fingerprints than "
         f"{first_names({*unknown.values()})}: {first_names(unknown)}. {REMEDY}{path}",
     )
+    _require_once(path / TIDY, frame, ["run", "kind", "metric", "step"])
+    _require_all_steps(path, frame, steps)
     metrics = {}
     for name, rows in frame.groupby("run", observed=True, sort=False).indices.items():
         part = frame.take(rows).reset_index(drop=True)
@@ -171,6 +177,32 @@ def _read_metrics(path: Path, runs: Mapping[str, dict[str, Any]]) -> dict[str, p
             {"kind": kind, "step": part["step"], "metric": metric, "value": part["value"]}
         )
     return metrics
+
+
+def _require_once(file: Path, frame: Any, keys: list[str]) -> None:
+    """Raise ConfigError unless each row has its own `keys`, and a step from 0 on."""
+    twice = frame[frame.duplicated(keys)][keys].astype(str).to_numpy()
+    require(not len(twice), f"{file} has {' '.join(twice[:1].ravel())} twice. {REMEDY}{file.parent}")
+    require(bool((frame["step"] >= 0).all()), f"{file}: step is below 0. {REMEDY}{file.parent}")
+
+
+def _require_all_steps(path: Path, frame: pd.DataFrame, steps: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a finished run that lacks a step, or the evaluation after the last one."""
+    trained = _steps_by_run(frame[(frame["kind"] == "train") & (frame["metric"] == EVERY_STEP)])
+    asked = _steps_by_run(frame[frame["kind"] == "eval"])
+    written = {*frame["run"].astype(str).unique()}
+    lacking = [
+        name
+        for name, last in steps.items()
+        if ((found := trained.get(name)) and (len(found), max(found)) != (last, last))
+        or last not in asked.get(name, {last})
+        or (trained and last and name not in written)
+    ]
+    require(not lacking, f"{path / TIDY} lacks steps of finished runs: {first_names(lacking)}. {REMEDY}{path}")
+
+
+def _steps_by_run(frame: Any) -> dict[str, set[int]]:
+    return {str(name): {*rows["step"].tolist()} for name, rows in frame.groupby("run", observed=True)}
 
 
 def _used_categories(column: Any) -> pd.Categorical:
@@ -185,6 +217,9 @@ def _read_answers(path: Path, runs: Mapping[str, Any]) -> dict[str, pd.DataFrame
     fields = schema_of(path / ANSWERS)
     plain = pa.schema([(field.name, pa.string() if field.type == TEXT else pa.int64()) for field in fields])
     frame = _read_columns(path / ANSWERS, plain).to_pandas()
+    _require_once(path / ANSWERS, frame, ["run", "mode", "question", "step"])
+    possible = frame["correct"].between(0, frame["samples"]) & (frame["samples"] > 0)
+    require(bool(possible.all()), f"{path / ANSWERS}: correct must be from 0 to samples. {REMEDY}{path}")
     answers = {str(name): part.drop(columns="run") for name, part in frame.groupby("run", sort=False)}
     unknown = answers.keys() - runs.keys()
     require(

@@ -16,11 +16,13 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from qerl_core.checks import ConfigError, require
+from qerl_core.metrics.definitions import definitions
 from qerl_core.process.arguments import printable
 from qerl_core.rundir.read_files import read_object
 from qerl_studies.runs.environments import CLASS
@@ -30,6 +32,7 @@ MAX_BYTES = 2**28  # of a table, and of each file that is imported
 MAX_ROWS = 5_000_000
 MAX_TEXT = 400  # characters of a cell
 MAX_STEP = 2**31
+NEAR = 0.005  # of a share that was written with two digits
 LARGEST = 1e100  # of a value: FP32 ends at 3e38, and squares of this can be added
 ANSWERS = {"eval/accuracy_greedy": "greedy", "eval/accuracy_sampled": "sampled"}  # metrics that rows by question have
 REMEDY = "Import it again: qerl-bench import csv FILE out=STUDY"
@@ -148,13 +151,25 @@ def checked(row: Row, where: str) -> Row:
     known = math.isnan(row.value) or abs(row.value) <= LARGEST
     require(known, f"{where}: value must be empty or at most {LARGEST:g} in size, got {row.value:g}")
     require(row.n is None or 0 < row.n < MAX_STEP, f"{where}: n must be a count above 0, got {row.n}")
-    share = not row.question or (row.metric in ANSWERS and row.n is not None and 0 <= row.value <= 1)
+    fits = row.metric not in _shares() or math.isnan(row.value) or abs(row.value) <= 1 + NEAR
+    require(fits, f"{where}: {row.metric} is a share, from 0 to 1, got {row.value:g}: write 45 % as 0.45")
+    share = not row.question or (row.metric in ANSWERS and row.n is not None and _is_part(row.value, row.n))
     require(
         share,
-        f"{where}: a row with a question is the share of its n answers that are right, from 0 to 1, of the metric "
+        f"{where}: a row with a question is the share of its n answers that are right, such as 0.5 of 2, of the metric "
         f"{' or '.join(ANSWERS)}; got {row.metric} {row.value:g}, n {row.n}",
     )
     return row
+
+
+@cache
+def _shares() -> set[str]:
+    return {name for name, text in definitions().items() if text.startswith("share:")}
+
+
+def _is_part(value: float, n: int) -> bool:
+    """Whether `value` is k / n, as far as two digits tell."""
+    return 0 <= value <= 1 and abs(round(value * n) / n - value) <= NEAR
 
 
 def _whole(key: str, text: str, where: str) -> int:
@@ -164,7 +179,7 @@ def _whole(key: str, text: str, where: str) -> int:
 
 def _number(text: str, where: str) -> float:
     try:
-        return float(text) if text else math.nan
+        return float(text.replace("_", "?")) if text else math.nan  # Python reads 4_5 as 45
     except ValueError:
         raise ConfigError(f"{where}: value must be a number or empty, got {text[:40]!r}") from None
 

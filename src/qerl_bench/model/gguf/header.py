@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
@@ -95,7 +97,7 @@ def _read(path: Path, size: int, changed: int) -> Header:
             "newer llama.cpp",
         )
         tensors, keys = reader.scalar("Q"), reader.scalar("Q")
-        metadata = dict(reader.entry() for _ in range(keys))
+        metadata = _once(path, "key", [reader.entry() for _ in range(keys)])
         _require_whole(path, metadata)
         listed = [reader.tensor() for _ in range(tensors)]
         alignment = metadata.get("general.alignment", ALIGNMENT)
@@ -105,8 +107,25 @@ def _read(path: Path, size: int, changed: int) -> Header:
             f"{_REMEDY}",
         )
         first = -(-reader.position // alignment) * alignment
-    placed = {name: _place(path, name, first, size, *rest) for name, rest in listed}
-    return Header(path, metadata, placed)
+    places = [(name, _place(path, name, first, size, *rest)) for name, rest in listed]
+    _require_apart(path, places)
+    return Header(path, metadata, _once(path, "tensor", places))
+
+
+def _once(path: Path, kind: str, named: list[tuple[str, Any]]) -> dict[str, Any]:
+    twice = sorted(name for name, count in Counter(name for name, _ in named).items() if count > 1)
+    require(not twice, f"model.id={path} has the {kind} {', '.join(twice[:3])} twice; choose another file")
+    return dict(named)
+
+
+def _require_apart(path: Path, places: list[tuple[str, Tensor]]) -> None:
+    """Raise ConfigError if a tensor begins before the end of another: one of the two is not what its name says."""
+    ordered = sorted(places, key=lambda one: (one[1].start, one[1].size))
+    for (before, one), (name, other) in pairwise(ordered):
+        require(
+            one.start + one.size <= other.start,
+            f"model.id={path}: tensor {name} begins at byte {other.start:,}, inside of {before}; {_REMEDY}",
+        )
 
 
 def _require_whole(path: Path, metadata: Mapping[str, Any]) -> None:
