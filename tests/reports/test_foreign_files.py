@@ -93,12 +93,16 @@ def order(table: pa.Table) -> pa.Table:
     return table.take(pa.array([*range(1, len(table), 2), *range(0, len(table), 2)]))
 
 
+def columns(table: pa.Table) -> pa.Table:
+    return table.select([*reversed(table.column_names)]).append_column("x", table[0])
+
+
 def twice(table: pa.Table) -> pa.Table:
     return pa.concat_tables([table, table.slice(len(table) // 2, 1)])
 
 
 SAME: list[tuple[int, Change]] = [  # to metrics, 0, or answers, 1
-    *((which, order) for which in (0, 1)),
+    *((which, change) for which in (0, 1) for change in (order, columns)),
     *((0, column("step", lambda one, to=to: one.cast(to))) for to in (pa.float64(), pa.int16(), pa.string())),
     *((1, column("correct", lambda one, to=to: one.cast(to))) for to in (pa.float64(), pa.int64(), pa.uint8())),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from qerl_bench.sweep.check import check_single
 from qerl_core.checks import ConfigError
 from qerl_core.options.composer import Composer
 from qerl_core.options.user_options import search_path
+from qerl_core.process.arguments import output_folder
 
 GLOBAL = "# @package _global_\n"
 
@@ -67,6 +69,8 @@ def test_hydra_does_not_part_a_run_from_its_log() -> None:
 @pytest.mark.parametrize("root", ["~/runs", "~me/runs", "$HOME/runs", "runs/$USER"])
 def test_a_file_is_no_shell_and_makes_no_folder_of_its_signs(tmp_path: Path, root: str) -> None:
     assert f"root={root}" in refusal(experiment(tmp_path, f"root: {root}\n"))
+    with pytest.raises(argparse.ArgumentTypeError, match="whole path"):
+        output_folder("~/pages")
 
 
 @pytest.mark.parametrize("sign", ["", "+", "++", "~"])

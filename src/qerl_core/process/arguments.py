@@ -96,6 +96,8 @@ class KeyValueParser(argparse.ArgumentParser):
 def output_folder(text: str) -> Path:
     """The type of an argument that names a folder to write to, there or not. argparse ends with its error if it is a
     file, or nothing can be written there."""
+    if text.startswith("~"):
+        raise argparse.ArgumentTypeError(f"{text}: this shell does not expand ~ there; write the whole path, or $HOME")
     if not text or (path := Path(text)).is_file():
         raise argparse.ArgumentTypeError(f"{text} is a file; give a folder" if text else "empty; give a folder")
     if reason := unwritable(path):
