@@ -158,10 +158,11 @@ def _first_pass(name: str, quant: str) -> Iterator[None]:
     except (TypeError, AttributeError, RuntimeError, LookupError, ValueError) as error:
         if isinstance(error, ConfigError) or shortage(error) or "CUDA" in str(error):
             raise
+        packed = "Some models read the weight of a layer without calling it, which only quant=bf16 allows; otherwise "
+        plain = "A key of its config.json may ask for what its class cannot do: correct it, or "
         raise ConfigError(
             f"{name} fails at its first text with its weights in quant={quant}: {type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]}. Some models read the weight of a layer without calling it, which "
-            "only quant=bf16 allows; otherwise choose another model"
+            f"{str(error).partition(chr(10))[0]}. {plain if quant == 'bf16' else packed}choose another model"
         ) from error
 
 

@@ -7,13 +7,14 @@ import logging
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, JambaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, JambaConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from qerl_bench.config import build as build_experiment
 from qerl_bench.config import compose
@@ -512,6 +513,27 @@ def test_a_config_that_no_model_can_have_is_refused_in_words(llama: Path, said: 
         load(llama)
 
 
+LINEAR, BY_FOUR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, {"type": "linear", "factor": 4}
+DEFAULT = {"rope_type": "default"}
+
+
+@pytest.mark.parametrize(
+    ("said", "whole", "named"),
+    [
+        *(({"rope_theta": theta}, LINEAR, f"rope_theta={theta} and 10000.0") for theta in (5e6, "10000")),
+        ({"rope_scaling": BY_FOUR | {"factor": 8.0}}, LINEAR, "factor=8.0 and 4.0"),
+        ({"rope_scaling": BY_FOUR}, DEFAULT, "rope_type=linear and default"),
+        ({"partial_rotary_factor": 0.5}, LINEAR | {"partial_rotary_factor": 1.0}, "=0.5 and 1.0"),
+        *((said, LINEAR, "") for said in ({"rope_theta": 10000}, {"rope_scaling": BY_FOUR}, {"rope_scaling": None})),
+        *(({"rope_theta": 5e6}, whole, "") for whole in (DEFAULT, {"full_attention": LINEAR}, None)),
+    ],
+)
+def test_a_rotation_has_one_value_whatever_its_key_is_called(said: dict[str, Any], whole: Any, named: str) -> None:
+    """Of an edited `rope_theta` beside `rope_parameters` transformers reads nothing, and other programs that alone."""
+    with pytest.raises(ConfigError, match=f"{named}.*rope_parameters") if named else nullcontext():
+        checked_config("folder", LlamaConfig(), said | {"rope_parameters": whole})
+
+
 def test_keys_that_the_model_does_not_know_are_named(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As MiniCPM's scales in a folder that calls itself llama: transformers computes without them."""
     load(llama)
@@ -576,6 +598,14 @@ def test_a_model_that_fails_at_its_first_text_is_refused_in_words(tmp_path: Path
     build_policy(experiment(tmp_path, "lora.rank=4"), None, "cpu")
     with pytest.raises(ConfigError, match=r"reads the weight of this layer instead of calling it.*quant=bf16"):
         build_policy(experiment(tmp_path, "lora.rank=4", "quant=nvfp4", "quant.partial=true"), None, "cpu")
+
+
+@pytest.mark.parametrize("quant", ["bf16", "nvfp4"])
+def test_advice_is_another_than_what_was_tried(llama: Path, quant: str) -> None:
+    say(llama, partial_rotary_factor=0.5)
+    with pytest.raises(ConfigError, match=rf"quant={quant}: RuntimeError.*choose another model") as caught:
+        build_policy(experiment(llama, "lora.rank=4", f"quant={quant}"), None, "cpu")
+    assert ("only quant=bf16" in str(caught.value)) == (quant != "bf16") != ("config.json may" in str(caught.value))
 
 
 # --- JSON Lines end with a newline and nothing else: https://github.com/wbolster/jsonlines/issues/53 -----------------

@@ -54,6 +54,14 @@ def checked_config(where: str | Path, config: Any, raw: Mapping[str, Any]) -> An
             f"{file} {key}={kind!r}, which is no rotary embedding of transformers; it knows "
             f"{', '.join(sorted(known))}. Choose another model, or a version of transformers that has it",
         )
+    text = raw.get("text_config")
+    said = text if isinstance(text, Mapping) and text.get("model_type") == config.model_type else raw
+    for key, one, other in _twice(said):
+        require(
+            one == other,
+            f"{file} {key}={one} and {other} in rope_parameters, its later name; correct config.json: one of them is "
+            "what other programs read",
+        )
     heads, shared = (getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(shared, int):
         require(
@@ -68,8 +76,6 @@ def checked_config(where: str | Path, config: Any, raw: Mapping[str, Any]) -> An
     if getattr(config, "return_dict", None) is False:  # of tuples no part has a name
         log.warning("%s return_dict=false, which says how a model hands over what it computes: left out", file)
         config.return_dict = True
-    text = raw.get("text_config")
-    said = text if isinstance(text, Mapping) and text.get("model_type") == config.model_type else raw
     if unknown := _unknown(config, said):
         log.warning("%s %s, which %s does not know: left out", file, ", ".join(unknown), type(config).__name__)
     return config
@@ -84,6 +90,19 @@ def _rotations(config: Any) -> Iterator[tuple[str, Any]]:
     for name, part in ({"": whole} | parts).items():
         if "rope_type" in part:
             yield f"rope_parameters{name}.rope_type", part["rope_type"]
+
+
+def _twice(said: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """What a config says of its rotation by an earlier key, and what `rope_parameters` does, where it says both."""
+    whole, scaling = said.get("rope_parameters"), said.get("rope_scaling")
+    if not isinstance(whole, Mapping) or any(isinstance(part, Mapping) for part in whole.values()):
+        return
+    earlier = {key: said[key] for key in ("rope_theta", "partial_rotary_factor") if said.get(key) is not None}
+    if isinstance(scaling, Mapping):
+        earlier |= {"rope_type" if key == "type" else str(key): value for key, value in scaling.items()}
+    for key, value in earlier.items():
+        if value is not None and (key in whole or isinstance(scaling, Mapping)):
+            yield key, value, whole.get(key)
 
 
 def _unknown(config: Any, said: Mapping[str, Any]) -> list[str]:
