@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,28 @@ def test_codes_of_four_bits_in_bytes_are_refused_at_once(tmp_path: Path, name: s
     with pytest.raises(ConfigError, match=r"num_bits=4.*give the unquantized model") as caught:
         packing(tmp_path, name, entry)
     assert "use quant" not in str(caught.value)
+
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "num_bits": (2, 4, 8, 16), "type": ("int", "float"), "symmetric": (False,), "dynamic": (True,),
+    "strategy": ("tensor", "channel", "group", "block", "token", None), "group_size": (-1, 0, 16, 32, 128, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", [*PACKED, "bf16", "nf4"])
+def test_advice_ends_at_a_format_or_at_the_unquantized_model(tmp_path: Path, asked: str) -> None:
+    for name, (key, values) in product(PACKED, VALUES.items()):
+        for value in values:
+            weights_of(entry := entry_of(name))[key] = value
+            tried: list[str | None] = [None, asked]
+            while word := tried[-1]:
+                try:
+                    tried.append(packing(tmp_path, word, entry) and None)
+                except ConfigError as error:
+                    found = re.search(r"use quant=(\w+)", str(error))
+                    assert found or re.search(r"give the unquantized model|use quant\.", str(error)), (entry, error)
+                    tried.append(found and found[1])
+                assert len(tried) <= 4, (entry, tried)
 
 
 # --- scales that bitsandbytes keeps in the order of its CPU kernel, and saves so --------------------------------------

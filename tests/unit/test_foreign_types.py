@@ -159,6 +159,28 @@ def test_what_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest
     assert read_config(tmp_path / "config.yaml") == {"a": "x * y", "b": 2}
 
 
+ODD_TEXTS = [
+    "[" * 2000,
+    "a: 1" + "0" * 5000,
+    "- 1",
+    "",
+    "a: 1\n---\nb: 2",
+    "a: !!set {b}",
+    "? [1, 2]\n: 3",
+    "a: 2026-11-29",
+]
+
+
+@pytest.mark.parametrize("text", [*ODD_TEXTS, "a: !!python/object:os.system {}", "a: &b {c: 1}\nd:\n  <<: *b"])
+def test_what_is_no_object_of_plain_values_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    (tmp_path / "env.json.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"env\.json\.gz is not JSON"):
+        read_object(tmp_path / "env.json.gz", "Leave it out")
+    with pytest.raises(ConfigError, match=r"config\.yaml (is not|must)"):
+        read_config(tmp_path / "config.yaml")
+
+
 def test_no_sign_that_moves_or_hides_reaches_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     for sign in ("\x1b[2J", "\x1b]52;c;eA==\x07", "\x9b1m", *"\x00\x07\x08\x0b\r\x7f\x85\u061c\u200f\u202e\u2066"):
         with lasting_output():
