@@ -59,7 +59,9 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _forget_kernels()
     for owner, attributes in before:
         for name, value in list(vars(owner).items()):
-            if name in attributes and value is not attributes[name]:
+            if name not in attributes and isinstance(owner, type):  # a class had it of another one, such as __bool__
+                delattr(owner, name)
+            elif name in attributes and value is not attributes[name]:
                 setattr(owner, name, attributes[name])
 
 
