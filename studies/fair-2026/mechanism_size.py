@@ -1,6 +1,7 @@
 """Which size of `random-error` has NVFP4's KL from BF16, on committed answers; nothing is sampled: a CPU will do.
 
-    python studies/fair-2026/mechanism_size.py model.id=FILE.gguf task.train_file=FILE task.eval_file=FILE
+    python studies/fair-2026/mechanism_size.py model.id=FILE.gguf task.train_file=FILE \\
+        task.eval_file=FILE
 
 Over the whole vocabulary, in nats a token, on BF16's own answers at temperature 1 in copies 1 to 4 of the 0.5B, which
 the first look at released models packed. KL goes with the square of the size.
@@ -8,7 +9,6 @@ the first look at released models packed. KL goes with the square of the size.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ import torch
 from qerl_bench.config import build, compose
 from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.probe.budget import mean_kl, scores
+from qerl_core.exits import guarded
 from qerl_core.options import user_options
+from qerl_core.process.arguments import KeyValueParser
 from qerl_core.seeding import derive
 from qerl_core.statistics import mean_ci
 
@@ -42,14 +44,17 @@ def logarithms(words: list[str], answers: pd.DataFrame) -> list[torch.Tensor]:
         return scores(policy, texts)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = KeyValueParser(__doc__)
+    parser.add_argument("words", nargs="+", help="of a run: where model and data are")
+    given = parser.parse_args(arguments).words
     user_options.use([STUDY / "conf"])
     answers = pd.read_parquet(ANSWERS)
     answers = answers[(answers["quant"] == "bf16") & (answers["temperature"] == 1) & answers["completion"].notna()]
     found, formats = [], (["quant=nvfp4"], ["quant=random-error", f"quant.size={SIZE}"])
     for copy in range(1, 5):
         of: Any = answers[(answers["base"] == copy) & answers["finished"]]
-        words = [*sys.argv[1:], f"model.dither={copy}", *user_options.words_in_use()]
+        words = [*given, f"model.dither={copy}", *user_options.words_in_use()]
         known = logarithms([*words, "quant=bf16"], of)
         found.append([mean_kl(known, logarithms([*words, *one], of)) for one in formats])
         print(copy, *(f"{kl:.5f}" for kl in found[-1]), flush=True)
@@ -60,4 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    guarded(main)

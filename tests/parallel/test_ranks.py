@@ -286,7 +286,7 @@ def test_ranks_that_hold_different_weights_save_nothing(make_run: Run) -> None:
         ("seed=1", partial(on, ["NVIDIA H200, 140 GiB", "no GPU"]), "process 1 has no GPU"),
         ("seed=1", partial(on, ["NVIDIA H200, 140 GiB", "NVIDIA L4, 22 GiB"]), "Start as many as there are equal GPUs"),
         ("-m", None, "leave torchrun out"),
-        ("lora.rank=x", None, "lora.rank"),
+        ("lora.rank=x", None, "error: lora.rank"),
         ("quant=x", None, "there is no quant=x"),
     ],
 )

@@ -30,7 +30,7 @@ def git(folder: Path, *words: str, when: int = 0) -> str:
 
 
 def amendments(text: str) -> str:
-    return text.partition(HEADING)[2].partition("\n## ")[0].strip()
+    return text.partition(HEADING)[2].partition("\n## ")[0].strip().removeprefix("None.")
 
 
 def edited(versions: list[tuple[str, str]]) -> list[str]:
@@ -42,6 +42,7 @@ def test_an_amendment_that_was_changed_is_found() -> None:
     grown = [("a", ""), ("b", "1. One."), ("c", "1. One.\n2. Two.")]
     assert edited(grown) == [] and edited([*grown, ("d", "1. One!\n2. Two.")]) == ["c"]
     assert amendments(f"# A protocol\n{HEADING}\n1. One.\n\n## Price\n") == "1. One."
+    assert amendments(f"# A protocol\n{HEADING}\nNone.\n") == ""
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda page: page.relative_to(ROOT / "studies").as_posix())

@@ -125,9 +125,13 @@ def test_what_a_run_has_not_is_not_in_its_study(runs: Path, tmp_path: Path) -> N
     (first / "env.json").unlink()
     (second / "metrics.jsonl").write_text("")
     write_study([first, second], tmp_path / "study", mixed_code=True)
+    with pytest.raises(ConfigError, match=f"lacks steps of finished runs: {second.name}"):
+        load_runs([tmp_path / "study"], mixed_code=True)
+    (second / "done.json").unlink()
+    write_study([first, second], tmp_path / "study", mixed_code=True)
     unfinished, empty = load_runs([tmp_path / "study"], mixed_code=True)
     assert (unfinished.finished, unfinished.done, unfinished.environment) == (False, {}, {})
-    assert empty.finished and empty.metrics.empty
+    assert not empty.finished and empty.metrics.empty
 
 
 def test_whole_numbers_empty_mappings_and_booleans_come_back_as_they_were(runs: Path, tmp_path: Path) -> None:
