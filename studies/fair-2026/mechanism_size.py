@@ -14,11 +14,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
-from qerl_bench.config import build, compose
-from qerl_bench.model_setup import base_checkpoint, build_policy
-from qerl_bench.probe.budget import mean_kl, scores
 from qerl_core.exits import guarded
 from qerl_core.options import user_options
 from qerl_core.process.arguments import KeyValueParser
@@ -30,8 +26,14 @@ SIZE = 0.935  # at which it is measured
 ANSWERS = STUDY.parent / "real-2026" / "first-look" / "data" / "formats-05b" / "probe_answers.parquet"
 
 
-def logarithms(words: list[str], answers: pd.DataFrame) -> list[torch.Tensor]:
+def logarithms(words: list[str], answers: pd.DataFrame) -> list[Any]:
     """Log-probabilities (tokens, vocabulary) of each answer."""
+    import torch
+
+    from qerl_bench.config import build, compose
+    from qerl_bench.model_setup import base_checkpoint, build_policy
+    from qerl_bench.probe.budget import scores
+
     experiment: Any = build(compose(["model=hub", "task=gsm8k", "task.answer_format=boxed", "device=cpu", *words]))
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
     policy: Any = build_policy(experiment, base, "cpu")
@@ -48,6 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = KeyValueParser(__doc__)
     parser.add_argument("words", nargs="+", help="of a run: where model and data are")
     given = parser.parse_args(arguments).words
+    from qerl_bench.probe.budget import mean_kl
+
     user_options.use([STUDY / "conf"])
     answers = pd.read_parquet(ANSWERS)
     answers = answers[(answers["quant"] == "bf16") & (answers["temperature"] == 1) & answers["completion"].notna()]
