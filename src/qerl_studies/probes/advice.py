@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,10 +73,10 @@ def learnable(record: Mapping[str, Any]) -> str:
     plain = first["temperatures"]["1"]
     group, (low, high) = min(record["group"], plain["samples"]), LEARNABLE
     right, mixed = accuracy(plain), signal(plain, group)
-    span, least = _span(right), _span(mixed)[0]
-    if span[1] < low or span[0] > high or _span(mixed)[1] < LEAST_SIGNAL:
+    (least, most), (fewest, largest) = _span(right), _span(mixed)
+    if most < low or least > high or largest < LEAST_SIGNAL:
         word = "no"
-    elif low <= span[0] and span[1] <= high and least >= LEAST_SIGNAL:
+    elif low <= least and most <= high and fewest >= LEAST_SIGNAL:
         word = "yes"
     else:
         word = f"open, too few questions to tell ({right.n})"
@@ -90,4 +91,4 @@ def _span(found: Estimate) -> tuple[float, float]:
     """The interval of a share; that of Wilson where no question differs."""
     if found.stderr == 0 and found.value in (0, 1):
         found = share([bool(found.value)] * found.n)
-    return (found.low, found.high) if found.low == found.low else (0.0, 1.0)  # of one question nothing is known
+    return (0.0, 1.0) if math.isnan(found.low) else (found.low, found.high)  # of one question nothing is known

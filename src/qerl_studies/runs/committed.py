@@ -190,7 +190,7 @@ def _require_all_steps(path: Path, frame: pd.DataFrame, steps: Mapping[str, Any]
     """Raise ConfigError for a finished run that lacks a step, or the evaluation after the last one."""
     trained = _steps_by_run(frame[(frame["kind"] == "train") & (frame["metric"] == EVERY_STEP)])
     asked = _steps_by_run(frame[frame["kind"] == "eval"])
-    written = {*frame["run"].astype(str).unique()}
+    written = {*frame["run"].unique()}
     lacking = [
         name
         for name, last in steps.items()
