@@ -4,7 +4,7 @@
     python studies/fair-2026/rates.py ended=true   # fewer copies: no run will follow
 
 Reads rates/data/DESIGN/SESSION, what `qerl-bench study ... out=` packed, and writes
-rates/results/words.md.
+rates/results/words.md, and of each model that is whole rates/results/SIZE.svg.
 
 Where the protocol is silent, beside what rates_analysis/contrasts.py says:
 - A session is a folder of data. All runs in it must be of one kind of card, and all runs of a
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 from rates_analysis.contrasts import (
     PAIRS,
     RATES,
@@ -55,6 +56,7 @@ from qerl_core.rundir.durable import write_atomically
 from qerl_core.statistics import mean_ci
 from qerl_studies.design.design import read_design
 from qerl_studies.design.sessions import read_sessions, read_study
+from qerl_studies.figures.style import FULL_WIDTH, GRAY, color, panels, paper_style, save
 from qerl_studies.report.probe_page import points, times
 from qerl_studies.runs.load import Run
 from qerl_studies.tables.markdown import markdown_table
@@ -78,6 +80,8 @@ SENTENCES = {
 }
 FALLS = "the old headline was of nearest rounding and one rate, and falls for this model"
 SENTENCES |= dict.fromkeys(("higher", "no difference beyond the margin"), FALLS)
+SHOWN = {"NVFP4, nearest": "nvfp4", "NVFP4, four-six": "four-six"}  # arms of the figure
+ANSWERED = {"late": "answered in the format trained in", "sampled in bf16": "all answered in BF16"}
 OLDER_HEADS = ("contrast", "least squares", "with older references")
 
 
@@ -85,8 +89,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = KeyValueParser(__doc__)
     parser.add_argument("--ended", action="store_true", help="read fewer than eight copies: no run will follow")
     options = parser.parse_args(arguments)
-    page = words_page({size: read_size(size, HERE / "data") for size in DESIGNS}, options.ended)
+    sizes = {size: read_size(size, HERE / "data") for size in DESIGNS}
+    page = words_page(sizes, options.ended)
     (HERE / "results").mkdir(exist_ok=True)
+    for size, read in sizes.items():
+        if is_whole(read, options.ended):
+            save(gaps_figure(read.rows), HERE / "results" / DESIGNS[size][0])
     write_atomically(HERE / "results" / "words.md", page)
     print(HERE / "results" / "words.md")
 
@@ -178,11 +186,20 @@ def words_page(sizes: Mapping[str, Size], ended: bool = False) -> str:
         "steps 32, 36 and 40 at temperature 0.6. Brackets are 95 % intervals.",
     ]
     for size, read in sizes.items():
-        whole = len(read.rows) and (read.rows["arm"] == REFERENCE).sum()
-        few = (read.left_out and not ended) or whole < 2
-        parts += [f"## {size}, {whole} copies", f"Not whole, so not read: {', '.join(read.left_out) or 'none'}."]
-        parts += ["No contrast is computed before all copies are whole."] if few else words_of(read)
+        parts += [f"## {size}, {copies_of(read)} copies"]
+        parts += [f"Not whole, so not read: {', '.join(read.left_out) or 'none'}."]
+        none = ["No contrast is computed before all copies are whole."]
+        parts += words_of(read) if is_whole(read, ended) else none
     return "\n\n".join(parts) + "\n"
+
+
+def copies_of(read: Size) -> int:
+    return int((read.rows["arm"] == REFERENCE).sum()) if len(read.rows) else 0
+
+
+def is_whole(read: Size, ended: bool) -> bool:
+    """Whether contrasts may be computed: of all copies, or of at least two if no run will follow."""
+    return (ended or not read.left_out) and copies_of(read) > 1
 
 
 def words_of(read: Size) -> list[str]:
@@ -191,7 +208,8 @@ def words_of(read: Size) -> list[str]:
     chance = ", ".join(kind for kind in FORMATS if by_chance(rows, kind)) or "of no arm"
     best = [[kind, *map(per_cent, rewards(rows, kind)), own_best(rows, kind)] for kind in FORMATS]
     pairs = [minus(f"{one}-{rate}", f"{two}-{rate}") for rate in (*RATES, THIRD) for one, two in PAIRS]
-    pairs = [one for one in [*pairs, minus(*(own_best(rows, kind) for kind in PAIRS[2]))] if {*one} <= {*rows["arm"]}]
+    pairs.append(minus(*(own_best(rows, kind) for kind in PAIRS[2])))
+    pairs = [one for one in {named(one): one for one in pairs}.values() if {*one} <= {*rows["arm"]}]
     other = [[named(one), points(effect(rows, one), 2, True)] for one in at_other_rates(rows)]
     return [
         "### Reward in the last eight steps, and each arm's own best rate",
@@ -250,6 +268,30 @@ def with_older(read: Size, kind: str) -> list[str]:
 
 def per_cent(values: np.ndarray) -> str:
     return points(mean_ci(values), 2)
+
+
+# --- figure ----------------------------------------------------------------------------------------------------------
+
+
+def gaps_figure(rows: Table) -> Figure:
+    """Arms at their own best rates minus BF16 at its own, each answering in its own format, and all in BF16."""
+    control = own_best(rows, "bf16")
+    treated = {name: own_best(rows, kind) for name, kind in SHOWN.items()}
+    with paper_style():
+        figure, (axes,) = panels(1, 2, height=1.5, width=FULL_WIDTH, sharex=True, sharey=True)
+        for ax, (measure, label) in zip(axes, ANSWERED.items(), strict=True):
+            shares = rows.pivot(index="copy", columns="arm", values=measure)
+            for y, arm in enumerate(treated.values()):
+                found, of = effect(rows, minus(arm, control), measure), color("nvfp4")
+                pairs = 100 * (shares[arm] - shares[control])
+                ax.plot(pairs, [y + 0.25] * len(pairs), ".", color=of, alpha=0.5, markersize=3)
+                error = 100 * np.array([[found.value - found.low], [found.high - found.value]])
+                ax.errorbar(100 * found.value, y, xerr=error, color=of, marker="o", markersize=4)
+            ax.axvline(0, color=GRAY, linewidth=0.8)
+            ax.set_xlabel(f"minus BF16, points\n{label}")
+        axes[0].set_yticks(range(len(treated)), [*treated])
+        axes[0].set_ylim(len(treated) - 0.4, -0.5)
+        return figure
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a checkout weighs: 20 MB. The study on released models has 3.8 of them, the fair test 1.2, what earlier versions
+"""What a checkout weighs: 21 MB. The study on released models has 3.8 of them, the fair test 1.7, what earlier versions
 stored 1.5. Of the rest, programs made 6.3 (tables, pictures, notebooks), and people wrote 7.5: this grows with what the
 harness does, and somebody reads each line of it. A mend that was left out for 2 kB of it cost more than they do."""
 
@@ -13,7 +13,7 @@ from qerl_studies.report.sessions import pictures_on
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUGHT = "studies/real-2026/"  # card time, which no test repeats: copies of two sizes, further arms, looks
-FAIR = "studies/fair-2026/"  # card time too: its first part has 0.4 MB a size, and parts that train are to come
+FAIR = "studies/fair-2026/"  # card time too: its first part has 0.4 MB a size, and parts that train 0.06 a copy
 STORED = "tests/assets/stored/"  # never made anew
 WRITTEN, MADE = "written", "made"  # of all other files
 WORDS = {".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".sh", ".cff"}
@@ -29,7 +29,7 @@ def test_a_checkout_stays_small() -> None:
         place = next((folder for folder in (BOUGHT, FAIR, STORED) if name.startswith(folder)), other)
         sizes[place] += (ROOT / name).stat().st_size if (ROOT / name).is_file() else 0
     assert sizes[WRITTEN] < 7.6e6 and sizes[MADE] < 6.4e6 and sizes[STORED] < 1.5e6
-    assert sizes[BOUGHT] < 3.8e6 and sizes[FAIR] < 1.5e6
+    assert sizes[BOUGHT] < 3.8e6 and sizes[FAIR] < 2.5e6
 
 
 def test_every_figure_of_a_study_is_shown_on_a_page() -> None:

@@ -99,6 +99,25 @@ def test_copies_are_in_no_other_design() -> None:
     assert {*range(31, 43)} <= used and not used & {*range(43, 51)}
 
 
+def test_the_page_says_what_the_words_say() -> None:
+    """Effects as words.md has them, shares rounded to a digit; as many of each as the tables have cells."""
+    sections = re.split(r"(?m)^(?=## )", (STUDY / "README.md").read_text())
+    page = "".join(section for section in sections if section.startswith("## Part 2"))
+    words = (PART / "results" / "words.md").read_text()
+    of_words = [tuple(map(float, one)) for one in re.findall(r"([+-]?[\d.]+) \[([+-]?[\d.]+), ([+-]?[\d.]+)\]", words)]
+    said = re.findall(r"x?([+-]?[\d.]+)(?: points)? \[([+-]?[\d.]+), ([+-]?[\d.]+)\]", page)
+    assert len(said) == 5 + 9 + 6 + 3
+    for numbers in said:
+        digits = len(numbers[0].partition(".")[2])
+        near = 0.51 * 10**-digits  # words.md has more digits
+        assert any(
+            all(abs(float(one) - other) <= near for one, other in zip(numbers, triple, strict=True))
+            for triple in of_words
+        ), numbers
+    verdicts = r"\*\*(higher|lower|not decided)\*\*"
+    assert re.findall(verdicts, page) == re.findall(verdicts, words.partition("## 1.5B")[0])
+
+
 def test_runs_are_found_wherever_a_session_had_the_files(words: list[str]) -> None:
     session = PART / "data" / "05b" / "2026-11-29"
     design = design_of("05b", words)
