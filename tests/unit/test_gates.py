@@ -488,6 +488,49 @@ def block(folder: Path, *names: str, code: str = TAKES.format(100)) -> list[Poin
     return [Point([str(folder / name), code], name, folder / name, finished=False) for name in names]
 
 
+@pytest.fixture
+def short_design(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Design]:
+    """One arm of one step on one base, with these words and gates."""
+
+    def made(*words: str, gates: dict[str, Any], control: bool = False) -> Design:
+        content: dict[str, Any] = {"bases": 1, "seeds": 1, "probe": {"questions": 2, "samples": 2}, "gates": gates}
+        content["dose"] = {"rise": 0.1, "prompts": 2, "draws": 1}
+        content["common"] = ["experiment=smoke", "task.max_completion_tokens=8", "model.layers=1", "steps=2", *words]
+        content["arms"] = {"bf16": {"tier": 1, "words": []}}
+        if control:
+            content["arms"]["longer"] = {"tier": 1, "words": ["optim.lr=1e-3"], "control": "gain"}
+        (tmp_path / "study.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+        return read_design(tmp_path / "study.yaml")
+
+    monkeypatch.chdir(tmp_path)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("words", "gates", "control", "complaint"),
+    [
+        ("eval=none", {"headroom": 0.1}, False, r"gates.headroom, and its runs have eval=none: choose eval=task"),
+        ("eval=none", {"pass_at_1": [0.0, 1.0]}, True, "the control longer, and its runs have eval=none"),
+        ("eval.at=[]", {"above_half_time": 0.0}, False, r"half time: add eval.at=\[1\]"),
+    ],
+)
+def test_gates_that_no_run_will_answer_are_refused_before_any_run(
+    short_design: Callable[..., Design], words: str, gates: dict[str, Any], control: bool, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        study.require_answers(short_design(words, gates=gates, control=control))
+
+
+def test_gates_of_a_study_without_evaluations_read_no_answers(short_design: Callable[..., Design]) -> None:
+    """So it can be packed: the gates are asked before."""
+    design = short_design("eval=none", gates={"pass_at_1": [0.0, 1.0]})
+    silent = replace(run(design, "bf16", 0, end=0.5), kept_answers=None)
+    study.require_answers(design)
+    found = results(design, probes(design), {("bf16", 0, 0): silent})
+    assert not silent.has_answers() and found["pass@1 of the base"].passed
+    assert found["control of gain"].word == found["control of exploration"].word == "no such arm"
+
+
 @pytest.mark.usefixtures("stub")
 def test_blocks_are_run_one_after_the_other_and_none_begins_that_would_not_end(tmp_path: Path) -> None:
     first, second = block(tmp_path, "a1", "a2"), block(tmp_path, "b1", "b2")

@@ -39,6 +39,7 @@ from qerl_studies.design.design import Design
 from qerl_studies.design.gates import Result, blocked, override, render
 
 log = logging.getLogger(__name__)
+ASKING = ("headroom", "longest", "gain", "above_half_time")  # gates that read answers after training
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -71,6 +72,7 @@ def conduct(design: Design, options: Any, slots: int, deadline: Deadline, tiers:
     """
     gpus = visible_gpus()
     preload = forks_runs({"true": True, "false": False}.get(options.preload), gpus)
+    require_answers(design)
     chosen = replace(design, arms=tuple(arm for arm in design.arms if arm.tier in tiers or arm is design.reference))
     log.info(spent_first(chosen, options.minutes, slots))
     probes, failed = probe_bases(chosen, options.words, slots, deadline, out)
@@ -118,6 +120,23 @@ def conduct(design: Design, options: Any, slots: int, deadline: Deadline, tiers:
         log.info("%d of %d runs are left to do%s%s", left, len(points), others, continues)
     if failed:
         raise TrainingStopped("\n".join(failed))
+
+
+def require_answers(design: Design) -> None:
+    """Raise ConfigError if a gate about training, or a control, asks for held-out answers that no run will give."""
+    tree, limits = design.tree(design.reference), design.limits
+    asked = [f"gates.{gate}" for gate in ASKING if getattr(limits, gate) is not None]
+    asked += [f"the control {arm.name}" for arm in design.arms if arm.shows]
+    require(
+        not asked or tree["eval"]["name"] != "none",
+        f"{design.path} asks for held-out answers by {', '.join(asked)}, and its runs have eval=none: choose "
+        "eval=task, or leave these out",
+    )
+    half = tree["steps"] // 2
+    require(
+        limits.above_half_time is None or half in (0, *tree["eval"].get("at", ())),
+        f"{design.path} has gates.above_half_time, and its runs are not evaluated at half time: add eval.at=[{half}]",
+    )
 
 
 def spent_first(design: Design, minutes: float, slots: int) -> str:

@@ -167,6 +167,8 @@ def controls(design: Design, runs: Runs, kind: str, stops: tuple[str, ...] = ())
     gate, tested = f"control of {kind}", sum(arm.shows is not False for arm in design.arms)
     limit = f"one above {EFFECT:g}, p <= {level(tested):.2g}"
     arms = [arm.name for arm in design.arms if arm.shows == kind]
+    if not arms:
+        return [Result(gate=gate, limit=limit, word="no such arm")]
     reference = by_unit(design, runs, design.reference.name, final)
     gaps = {arm: shared(by_unit(design, runs, arm, final), reference).tolist() for arm in arms}
     effects = {arm: values if len(values) > 1 else [] for arm, values in gaps.items()}
@@ -175,8 +177,6 @@ def controls(design: Design, runs: Runs, kind: str, stops: tuple[str, ...] = ())
     word: Word = "open" if len(estimates) < len(arms) else "no" if all_below else "neither"
     if one_passes(estimates, tested):
         word = "yes"
-    if not arms:
-        return [Result(gate=gate, limit=limit, word="no such arm")]
     return [
         Result(
             gate=f"{gate} {name}", limit=limit, word=word, meeting=sum(value > EFFECT for value in values),
