@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import math
 import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +19,9 @@ import torch
 from qerl_bench.commands.probe import main
 from qerl_bench.config import build, compose
 from qerl_bench.model_setup import build_policy
-from qerl_bench.probe.budget import Cells, experiments_of, mean_entropy, mean_kl, scores, subsets
+from qerl_bench.probe import budget, scoring
+from qerl_bench.probe.budget import Cells, compared, experiments_of, subsets
+from qerl_bench.probe.scoring import entropy, kl, passes, scores
 from qerl_core.checks import ConfigError
 from qerl_core.records import Rollout
 from qerl_kernels import nvfp4
@@ -93,8 +98,7 @@ def test_intervals_are_over_copies_and_a_table_that_was_written_gives_the_page_a
 
 
 def _scores(policy: Any) -> torch.Tensor:
-    fields: Any = {"prompt": None, "sample": 0, "logprobs": [], "entropies": [], "text": "", "finished": True}
-    rollouts = [Rollout(prompt_ids=IDS[:cut], token_ids=IDS[cut:end], **fields) for cut, end in ((4, 12), (2, 9))]
+    rollouts = rollouts_of((4, 12), (2, 9))
     with torch.inference_mode():
         longer, shorter = scores(policy, rollouts)
         for rollout, found in zip(rollouts, (longer, shorter), strict=True):  # whatever stands beside it
@@ -153,8 +157,6 @@ def test_head_and_norms_are_rounded_to_nearest_and_the_embedding_is_not() -> Non
 
 def _again(cells: Cells, few: Any) -> Cells:
     """Cells of a policy whose norms were changed after it was built."""
-    from qerl_bench.probe import budget
-
     places = budget._rounded(few.quant, budget._norm_scales(cells.policy.model))
     cells.switches["norms"] = lambda: budget.swapped(places)
     return cells
@@ -162,12 +164,61 @@ def _again(cells: Cells, few: Any) -> Cells:
 
 def test_kl_and_entropy_are_those_of_the_definition() -> None:
     p, q = (torch.log_softmax(torch.randn(5, 7, generator=torch.Generator().manual_seed(seed)), -1) for seed in (0, 1))
-    kl = sum(
+    by_hand = sum(
         math.exp(a) * (a - b) for x, y in zip(p.tolist(), q.tolist(), strict=True) for a, b in zip(x, y, strict=True)
     )
-    assert mean_kl([p[:2], p[2:]], [q[:2], q[2:]]) == pytest.approx(kl / 5, rel=1e-5)
-    entropy = -sum(math.exp(a) * a for x in p.tolist() for a in x)
-    assert mean_entropy([p[:2], p[2:]]) == pytest.approx(entropy / 5, rel=1e-5)
+    assert kl([p[:2], p[2:]], [q[:2], q[2:]]) == pytest.approx(by_hand, rel=1e-5)
+    assert entropy([p[:2], p[2:]]) == pytest.approx(-sum(math.exp(a) * a for x in p.tolist() for a in x), rel=1e-5)
+
+
+def rollouts_of(*cuts: tuple[int, int]) -> list[Rollout]:
+    """Prompts of IDS to the first number, completions to the second."""
+    fields: Any = {"prompt": None, "sample": 0, "logprobs": [], "entropies": [], "text": "", "finished": True}
+    return [Rollout(prompt_ids=IDS[:cut], token_ids=IDS[cut:end], **fields) for cut, end in cuts]
+
+
+def test_a_pass_has_as_many_rollouts_as_memory_allows_and_numbers_do_not_depend_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rollouts = rollouts_of((4, 12), (2, 9), (3, 12), (1, 3))
+    plain, few = experiments_of(WORDS, ("bf16", "nvfp4"), ("weights",))
+    cells = Cells(plain, few, ("weights",), "cpu")
+    found = []
+    for tokens, sizes in ((48, [4]), (24, [2, 2]), (1, [1, 1, 1, 1])):
+        monkeypatch.setattr(scoring, "TOKENS", tokens)
+        assert [len(one) for one in passes(rollouts)] == sizes
+        with torch.inference_mode():
+            found.append(compared(cells, ("weights",), rollouts))
+    with torch.inference_mode():
+        before = scores(cells.policy, rollouts)
+        with cells.cell(("weights",)):
+            after = scores(cells.policy, rollouts)
+    tokens = sum(len(one.token_ids) for one in rollouts)
+    expected = [total / tokens for total in (kl(before, after), kl(after, before), entropy(after))]
+    assert expected[0] > 0.001 and all(one == pytest.approx(expected, rel=1e-4) for one in found)
+
+
+def test_the_policies_of_a_copy_are_given_back_before_the_next_is_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two 1.5B's would not fit where one does."""
+    alive: list[Any] = []
+    counts = []
+    built = budget.build_policy
+
+    def counted(*arguments: Any) -> Any:
+        gc.collect()
+        counts.append(sum(one() is not None for one in alive))
+        policy = built(*arguments)
+        alive.append(weakref.ref(policy))
+        return policy
+
+    monkeypatch.setattr(budget, "build_policy", counted)
+    plain, few = experiments_of(WORDS, ("bf16", "nvfp4"), ("weights",))
+    options: Any = SimpleNamespace(budget=("weights",), samples=1)
+    for _ in range(2):
+        budget.measure_copy(plain, few, options, "cpu", [], lambda *_: {})
+    assert counts == [0, 1, 0, 1]  # that of packed weights beside the other
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -15,18 +15,19 @@ from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from qerl_bench.config import build, compose
-from qerl_bench.engine.base import RolloutEngine
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.lm_head import decoder_of
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import base_checkpoint, build_policy
-from qerl_bench.probe.answers import sample_answers
+from qerl_bench.probe.answers import AnswerSet, sample_answers
 from qerl_bench.probe.one_model import UNTOLD, probe_plan
 from qerl_bench.probe.parts import Keep, Parts
+from qerl_bench.probe.scoring import entropy, kl, passes, scores
 from qerl_bench.quant.base import ACTIVATIONS, KEYS_AND_VALUES, BlockFormat
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.run_setup import prepare_device
@@ -40,7 +41,6 @@ from qerl_core.rundir.stops import note_at_stop
 from qerl_kernels.activations import round_blocks
 from qerl_studies.probes.budget import KEYS, cell_name
 
-ROWS = 16  # of a pass that scores texts
 Matrices = Mapping[tuple[torch.nn.Module, str], torch.Tensor]  # by module and name of its parameter
 
 
@@ -186,69 +186,59 @@ def measure_cells(
     `texts_kl` is KL(unrounded || cell), `own_kl` KL(cell || unrounded), both over the whole vocabulary at temperature
     1; `right` is by the last number of an answer where the task has one, else by its format.
     """
-    policy, task = cells.policy, plain.task
-    engine = plain.engine.build(policy)
-    texts = sample_answers(task, engine, prompts, 1.0, samples, "answers").rollouts
-    known = scores(policy, texts)
+    engine = plain.engine.build(cells.policy)
+
+    def asked() -> AnswerSet:
+        return sample_answers(plain.task, engine, prompts, 1.0, samples, "answers")
+
+    texts = asked().rollouts
     found = {}
     for parts in bar(subsets(cells.parts), "measuring cells", 2 ** len(cells.parts), "cells"):
         name = cell_name(parts)
-        found[name] = keep(name, partial(_numbers, cells, parts, task, engine, prompts, samples, texts, known))
+        found[name] = keep(name, partial(_numbers, cells, parts, asked, texts))
     engine.close()
     return found
 
 
 def _numbers(
-    cells: Cells,
-    parts: Collection[str],
-    task: Any,
-    engine: RolloutEngine,
-    prompts: Sequence[Prompt],
-    samples: int,
-    texts: Sequence[Rollout],
-    known: Sequence[torch.Tensor],
+    cells: Cells, parts: Collection[str], asked: Callable[[], AnswerSet], texts: Sequence[Rollout]
 ) -> dict[str, float]:
     with cells.cell(parts):
-        forced = scores(cells.policy, texts)
-        asked = sample_answers(task, engine, prompts, 1.0, samples, "answers")
-        own = scores(cells.policy, asked.rollouts)
-    unrounded = scores(cells.policy, asked.rollouts)
-    right = [row["correct"] if row["lenient"] is None else row["lenient"] for row in asked.rows]
+        own = asked()
+    texts_kl, _, texts_entropy = compared(cells, parts, texts)
+    _, own_kl, own_entropy = compared(cells, parts, own.rollouts)
+    right = [row["correct"] if row["lenient"] is None else row["lenient"] for row in own.rows]
     return {
-        "texts_kl": mean_kl(known, forced),
-        "texts_entropy": mean_entropy(forced),
-        "own_kl": mean_kl(own, unrounded),
-        "own_entropy": mean_entropy(own),
+        "texts_kl": texts_kl,
+        "texts_entropy": texts_entropy,
+        "own_kl": own_kl,
+        "own_entropy": own_entropy,
         "right": sum(map(float, right)) / len(right),
-        "tokens": float(sum(map(len, own))),
+        "tokens": float(sum(len(one.token_ids) for one in own.rollouts)),
     }
 
 
-def scores(policy: Policy, rollouts: Sequence[Rollout]) -> list[torch.Tensor]:
-    """Log-probabilities (T, V) in FP32 at each token of each completion, in passes of training over padded rows."""
-    found = []
-    for start in range(0, len(rollouts), ROWS):
-        rows = [[*one.prompt_ids, *one.token_ids] for one in rollouts[start : start + ROWS]]
-        width = max(map(len, rows))
-        ids = torch.tensor([row + [policy.pad_id] * (width - len(row)) for row in rows], device=policy.device)
-        begins = [len(one.prompt_ids) - 1 for one in rollouts[start : start + ROWS]]  # what predicts the first token
-        kept = width - min(begins)
-        logits = policy.model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits  # padding is behind all
-        for row, begin, one in zip(logits, begins, rollouts[start : start + ROWS], strict=True):
-            at = begin - (width - kept)
-            found.append(torch.log_softmax(row[at : at + len(one.token_ids)].float(), -1))
-    return found
+def compared(cells: Cells, parts: Collection[str], rollouts: Sequence[Rollout]) -> tuple[float, float, float]:
+    """KL(unrounded || cell), KL(cell || unrounded) and the entropy of the cell in nats, means over all tokens.
+
+    A pass is scored twice and given back before the next, so memory does not grow with the rollouts.
+    """
+    sums = np.zeros(3)
+    for one in passes(rollouts):
+        unrounded = scores(cells.policy, one)
+        with cells.cell(parts):
+            rounded = scores(cells.policy, one)
+        sums += kl(unrounded, rounded), kl(rounded, unrounded), entropy(rounded)
+    there, back, rounded_entropy = (sums / sum(len(one.token_ids) for one in rollouts)).tolist()
+    return there, back, rounded_entropy
 
 
-def mean_kl(from_: Sequence[torch.Tensor], to: Sequence[torch.Tensor]) -> float:
-    """KL(from_ || to) in nats, mean over all tokens."""
-    sums = [(p.exp() * (p - q)).nan_to_num().sum(-1).double().sum().item() for p, q in zip(from_, to, strict=True)]
-    return sum(sums) / sum(map(len, from_))
-
-
-def mean_entropy(of: Sequence[torch.Tensor]) -> float:
-    """In nats, mean over all tokens."""
-    return sum(-(p.exp() * p).nan_to_num().sum(-1).double().sum().item() for p in of) / sum(map(len, of))
+def measure_copy(
+    plain: Experiment, few: Experiment, options: Any, device: str, prompts: Sequence[Prompt], keep: Keep
+) -> dict[str, dict[str, float]]:
+    """The cells of one copy, whose policies are given back before another copy is built."""
+    cells = Cells(plain, few, options.budget, device)
+    return measure_cells(cells, plain, prompts, options.samples, keep)
 
 
 def budget_of(options: Any, words: Sequence[str]) -> tuple[dict[str, Any], Path, Parts]:
@@ -281,7 +271,6 @@ def budget_of(options: Any, words: Sequence[str]) -> tuple[dict[str, Any], Path,
     with note_at_stop(parts.stop_line):
         for number, (one, few) in enumerate(each):
             with phase(f"copy {number + 1} of {len(each)}"):
-                cells = Cells(one, few, options.budget, device)
-                measured = measure_cells(cells, one, prompts, options.samples, parts.of(f"copy {number}"))
+                measured = measure_copy(one, few, options, device, prompts, parts.of(f"copy {number}"))
             record["copies"][str(number) if options.copies else "file"] = measured
     return record, out, parts
