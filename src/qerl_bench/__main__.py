@@ -18,7 +18,7 @@ with ends_in_a_line():
     from qerl_core import __version__
     from qerl_core.exits import exit_in_words, one_line_warnings
     from qerl_core.options import user_options
-    from qerl_core.process.arguments import wrapped
+    from qerl_core.process.arguments import printable, wrapped
     from qerl_core.process.children import end_with_parent
     from qerl_core.process.terminal import lasting_output
 
@@ -131,7 +131,7 @@ def main(words: list[str] | None = None) -> int:
             close = [" ".join(["run", name, *rest])]
         hint = f"there is no command {name}.{f' Did you mean {close[0]}?' if close else ''}\n" if name else ""
         if is_rank0_output():
-            print(f"{hint}{USAGE}", file=sys.stderr)
+            print(printable(f"{hint}{USAGE}"), file=sys.stderr)
         return 2
     command = COMMANDS[name]
     with lasting_output(), exit_in_words(command.stopped):

@@ -35,6 +35,7 @@ from qerl_bench.quant.base import WeightFormat
 from qerl_bench.train.data_parallel import require_equal_inputs, require_equal_weights
 from qerl_bench.train.trainer_state import TrainerState
 from qerl_core.checks import require
+from qerl_core.file_state import file_states, require_unchanged
 from qerl_core.process.device import device_name, multiplies_bf16, resolve_device
 from qerl_core.process.gpu_share import keep_to_share
 from qerl_core.process.out_of_memory import memory_for
@@ -128,10 +129,12 @@ def set_up(
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()  # on a pipe lines tell what goes on
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
+    folder, text = base or experiment.model.folder(), getattr(experiment.quantizer.calibration, "file", None)
+    files = file_states(Path(path) for path in (folder, text) if path is not None)
     with phase("digest of the base weights"):
         digest = digest_of(experiment.model, base)
     origin = record_of(base)
-    inputs = inputs_of(experiment, base or experiment.model.folder(), origin) if trains else {}
+    inputs = inputs_of(experiment, folder, origin) if trains else {}
     given = {f"the option {name}": repr(value) for name, value in vars(experiment).items() if name != "root"}
     require_equal_inputs(given | inputs | {"the base weights": str(digest)}, world)
     recorded = inputs if trains and world.first else None
@@ -148,9 +151,10 @@ def set_up(
         with memory_for("setup"):
             with phase(f"loading {experiment.model.name}"):
                 policy = build_policy(experiment, base, device)
+                require_unchanged(files)  # since their digests were recorded
             if policy.calibration is not None:
                 run.write("calibration.json", json.dumps(policy.calibration, indent=1))
-            policy.name_base(name_of_base(experiment.model), digest, base or experiment.model.folder())
+            policy.name_base(name_of_base(experiment.model), digest, folder)
             where, state = f"model={experiment.model.name}", TrainerState()
             policy.is_sharded = experiment.parallel.shard and isinstance(world, Ranks)
             built = around.enter_context(checked_engine(experiment, engine, policy, state, base, where, run))

@@ -29,6 +29,7 @@ from qerl_bench.config import build
 from qerl_bench.eval.untrained import installed
 from qerl_bench.sweep.loaded_parent import ENDED, FORKED, SERVES, STALE, UNSAFE
 from qerl_core.options.composer import Composer
+from qerl_core.process.arguments import printable
 from qerl_core.process.children import PARENT
 from qerl_core.process.hidden_packages import hidden_packages
 from qerl_core.process.importing import set_environment, uncollected
@@ -123,7 +124,7 @@ def end(run: Callable[[], int]) -> NoReturn:
     except SystemExit as error:
         code = error.code
         if not isinstance(code, int | None):
-            print(code, file=sys.stderr)
+            print(printable(str(code)), file=sys.stderr)
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1

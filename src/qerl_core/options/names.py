@@ -20,6 +20,7 @@ from hydra.conf import RuntimeConf
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_core.checks import ConfigError, require
+from qerl_core.file_state import State, file_state
 from qerl_core.options import user_options
 from qerl_core.options.files import alternatives, find_option, options_of
 
@@ -110,12 +111,11 @@ def _targets(node: Any) -> Iterator[Any]:
 
 
 def _read(file: Path) -> Any:
-    state = file.stat()
-    return _content(file, state.st_mtime_ns, state.st_size)
+    return _content(file, file_state(file))
 
 
 @lru_cache(maxsize=1024)
-def _content(file: Path, *state: int) -> Any:
+def _content(file: Path, state: State) -> Any:
     """What the file holds in this state, in containers that must not be changed."""
     return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qerl_core.checks import ConfigError, require
+from qerl_core.file_state import State, file_state
 from qerl_core.process.failure import MARK
 from qerl_core.rundir.checkpoints import is_finished
 from qerl_core.rundir.checksums import DONE
@@ -95,7 +96,7 @@ def status_of(run: Path, swept: bool, queue: Callable[[], Container[str] | None]
 def state_of(run: Path) -> tuple[str, str]:
     """The state of a run, and what there is to say about it."""
     with suppress(FileNotFoundError):
-        damage = damage_of(run, (run / DONE).stat().st_mtime_ns)
+        damage = damage_of(run, file_state(run / DONE))
         return ("damaged", damage) if damage else ("done", "")
     if who := holder(run / ".lock"):
         return "running", f"in {who}"
@@ -109,8 +110,8 @@ def state_of(run: Path) -> tuple[str, str]:
 
 
 @cache
-def damage_of(run: Path, finished_ns: int) -> str | None:
-    """What is wrong with a run that was finished at this time, as the run itself would say; None if it is whole.
+def damage_of(run: Path, done: State) -> str | None:
+    """What is wrong with a run whose done.json is in this state, as the run itself would say; None if it is whole.
 
     That is looked up once, since files of a finished run are hashed for it, or read where it has no checksums.
     """

@@ -27,6 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 
 from qerl_core.checks import ConfigError, require
+from qerl_core.file_state import State, file_states
 from qerl_core.options.fingerprint import fingerprint
 from qerl_core.rundir.read_files import read_object
 from qerl_core.rundir.recorded_types import FLAG, OBJECT, OBJECTS, WHOLE, require_environment, require_kinds
@@ -111,11 +112,11 @@ def read_study(path: Path) -> CommittedStudy:
     """
     files = (path / REPORTED, path / ABOUT) if is_reported(path) else (settings_file(path), path / TIDY, path / ANSWERS)
     files = [file for file in files if file.is_file()]
-    return _read(path, tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
+    return _read(path, tuple(file_states(files).items()))
 
 
 @lru_cache(maxsize=8)
-def _read(path: Path, _stamps: tuple[tuple[str, int, int], ...]) -> CommittedStudy:
+def _read(path: Path, _states: tuple[tuple[Path, State], ...]) -> CommittedStudy:
     if is_reported(path):
         parts = parts_of(path)
         return CommittedStudy(path, parts.configs, parts.environments, parts.runs, parts.metrics, parts.answers)

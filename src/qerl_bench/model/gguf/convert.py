@@ -27,7 +27,7 @@ from qerl_bench.model.gguf.safetensors import lay_out, rounded, write_at
 from qerl_bench.model.gguf.tied import finer_of_one
 from qerl_bench.model.gguf.vocabulary import stop_tokens, write_tokenizer
 from qerl_bench.model.gguf.weights import Dither, bits_per_weight, check_kinds, chunks, dequantized, was_rounded
-from qerl_core.checks import require
+from qerl_core.file_state import file_state, file_states, require_unchanged
 from qerl_core.process.progress import phase
 from qerl_core.rundir.durable import atomically, make_folder
 from qerl_core.rundir.locks import wait_for_lock
@@ -75,12 +75,17 @@ def converted(path: Path, dither: Dither | None, dtype: str, cache: Path) -> Pat
         if folder.is_dir() and (changed := _changed(folder)):
             log.warning("%s is not what was written; %s is converted again", folder / changed, path.name)
             shutil.rmtree(folder)
+        source = cache / f".{folder.name}.source"  # beside it, since others may be reading the folder
+        if folder.is_dir() and not _is_of(folder, path, source):
+            log.warning("%s is another file than the one that was converted before: it is converted again", path)
+            shutil.rmtree(folder)
         if not folder.is_dir():
             told = f"dequantizing {path.name}, done once, then kept in {folder}"
             with atomically(folder) as writing, phase(told):
                 writing.mkdir()
                 _convert(path, dither, dtype, writing)
                 _write(writing / DIGESTS, {file.name: file_digest(file) for file in writing.iterdir()})
+            source.write_text(json.dumps(file_state(path)))
     return folder
 
 
@@ -92,6 +97,18 @@ def _changed(folder: Path) -> str | None:
         return DIGESTS
     files = ((folder / name, digest) for name, digest in digests.items())
     return next((file.name for file, digest in files if not file.is_file() or file_digest(file) != digest), None)
+
+
+def _is_of(folder: Path, path: Path, source: Path) -> bool:
+    """Whether a conversion is of this file: of its state, which `source` has, or else of its digest."""
+    state = json.dumps(file_state(path))
+    if source.is_file() and source.read_text() == state:
+        return True
+    record = record_of(folder)
+    same = record is not None and record["digest"] == f"sha256:{file_digest(path)[:DIGITS]}"
+    if same:
+        source.write_text(state)
+    return same
 
 
 def record_of(folder: Path | None) -> dict[str, Any] | None:
@@ -117,7 +134,7 @@ def rounding_notice(record: Mapping[str, Any]) -> str | None:
 
 def _convert(path: Path, dither: Dither | None, dtype: str, folder: Path) -> None:
     """Fill `folder`. Raises ConfigError if the file is replaced or written to meanwhile."""
-    before = _state(path)
+    before = file_states([path])
     digest = file_digest(path)
     header = describe(path, dither, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -132,7 +149,7 @@ def _convert(path: Path, dither: Dither | None, dtype: str, folder: Path) -> Non
         tied = serving is not None
         _write(folder / "config.json", config | {"tie_word_embeddings": tied, "dtype": dtype})
         _write_weights(header, dither, dtype, sources, config, folder, pool)
-    require(_state(path) == before, f"{path} was changed while it was read. Repeat the command when it is whole")
+    require_unchanged(before)
     record = {
         "file": path.name,
         "digest": f"sha256:{digest[:DIGITS]}",
@@ -145,12 +162,6 @@ def _convert(path: Path, dither: Dither | None, dtype: str, folder: Path) -> Non
         "dither_scale": dither and dither.scale,
     }
     _write(folder / RECORD, record)
-
-
-def _state(path: Path) -> tuple[int, ...]:
-    """What tells a file from another one in its place, and from itself before a change."""
-    state = path.stat()
-    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
 
 
 def _write_weights(
