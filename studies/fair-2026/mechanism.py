@@ -73,9 +73,10 @@ def words_page(here: Path) -> str:
     return "\n\n".join([*parts, "## The two temperatures", told, "## The contrasts", *contrasts(runs, pair)]) + "\n"
 
 
-def read(part: Path) -> Sessions:
+def read(part: Path, data: Path | None = None) -> Sessions:
+    """The runs of a design, of which the sessions lie in `data`, that of the part if None."""
     design = read_design(part / "study.yaml", user_options.search_path([STUDY / "conf"]))
-    return read_sessions(design, sorted(path.parent for path in (part / "data").glob("*/study.yaml")))
+    return read_sessions(design, sorted(path.parent for path in (data or part / "data").glob("*/study.yaml")))
 
 
 def matched(read: Sessions) -> tuple[float, float] | None:

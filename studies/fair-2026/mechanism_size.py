@@ -32,7 +32,7 @@ def logarithms(words: list[str], answers: pd.DataFrame) -> list[Any]:
 
     from qerl_bench.config import build, compose
     from qerl_bench.model_setup import base_checkpoint, build_policy
-    from qerl_bench.probe.budget import scores
+    from qerl_bench.probe.scoring import passes, scores
 
     experiment: Any = build(compose(["model=hub", "task=gsm8k", "task.answer_format=boxed", "device=cpu", *words]))
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
@@ -43,14 +43,14 @@ def logarithms(words: list[str], answers: pd.DataFrame) -> list[Any]:
         ids = [*policy.tokenizer(text, add_special_tokens=False)["input_ids"], policy.tokenizer.eos_token_id]
         texts.append(type("Text", (), {"prompt_ids": prompts[question], "token_ids": ids}))
     with torch.inference_mode():
-        return scores(policy, texts)
+        return [row for one in passes(texts) for row in scores(policy, one)]
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = KeyValueParser(__doc__)
     parser.add_argument("words", nargs="+", help="of a run: where model and data are")
     given = parser.parse_args(arguments).words
-    from qerl_bench.probe.budget import mean_kl
+    from qerl_bench.probe.scoring import kl
 
     user_options.use([STUDY / "conf"])
     answers = pd.read_parquet(ANSWERS)
@@ -60,8 +60,9 @@ def main(arguments: list[str] | None = None) -> None:
         of: Any = answers[(answers["base"] == copy) & answers["finished"]]
         words = [*given, f"model.dither={copy}", *user_options.words_in_use()]
         known = logarithms([*words, "quant=bf16"], of)
-        found.append([mean_kl(known, logarithms([*words, *one], of)) for one in formats])
-        print(copy, *(f"{kl:.5f}" for kl in found[-1]), flush=True)
+        tokens = sum(map(len, known))
+        found.append([kl(known, logarithms([*words, *one], of)) / tokens for one in formats])
+        print(copy, *(f"{one:.5f}" for one in found[-1]), flush=True)
     nvfp4, error = np.array(found).T
     ratio = mean_ci(np.log(error / nvfp4))
     beside = np.exp([ratio.value, ratio.low, ratio.high])

@@ -1,0 +1,147 @@
+"""The pages of parts 5 and 7 of the fair test, as nf4/protocol.md and ranks/protocol.md say them, before their data.
+
+    python studies/fair-2026/beside_parts.py
+
+Arms of these parts are compared with those that another part trained on the same copies in the same session. Reads
+nf4/SIZE/data/SESSION and ranks/data/SESSION, and the data of parts 2 and 8, what `qerl-bench study ... out=` packed;
+writes nf4/results/words.md and ranks/results/words.md. Runs are read, and contrasts fitted, as those of part 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from mechanism import FORMATS, MARGIN, read
+from rates import SHARES, levels, numbers_of, require_whole, table_of
+from rates_analysis.contrasts import Asked, Contrast, effect, minus, tested
+
+from qerl_core.exits import guarded
+from qerl_core.options import user_options
+from qerl_core.process.arguments import KeyValueParser
+from qerl_core.rundir.durable import write_atomically
+from qerl_studies.report.probe_page import points
+from qerl_studies.tables.markdown import markdown_table
+
+STUDY = Path(__file__).resolve().parent
+OWN = FORMATS | {"nf4": "nf4", "rank-16": "nvfp4", "rank-64": "nvfp4"}  # the format that an arm answers in
+NF4_FIRST: Asked = {"nf4 - nvfp4": (minus("nf4", "nvfp4"), "late"), "nf4 - bf16": (minus("nf4", "bf16"), "late")}
+NF4_SECOND: Asked = {"nf4 - nvfp4, both in BF16": (minus("nf4", "nvfp4"), "sampled in bf16")}
+PAIRS = (("rank-64", "rank-16"), ("rank-16", "nvfp4"), ("rank-64", "nvfp4"))
+RANKS: Asked = {" - ".join(pair): (minus(*pair), "late") for pair in PAIRS}
+SAME = "no difference beyond the margin"
+NF4_SAYS = {
+    "lower": "NF4 ends lower than NVFP4, as the paper says",
+    "higher": "NF4 ends higher than NVFP4, the opposite of what the paper says",
+    SAME: "NF4 and NVFP4 differ by less than half of what NVFP4 cost before",
+}
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """A design, the part that has what it is compared with, and how that part calls these arms."""
+
+    design: Path
+    other: Path
+    names: Mapping[str, str]
+
+
+NF4 = {
+    "0.5B": Pairing(STUDY / "nf4" / "05b", STUDY / "mechanism", {"nvfp4": "nvfp4", "bf16": "bf16"}),
+    "1.5B": Pairing(STUDY / "nf4" / "15b", STUDY / "rates" / "15b", {"nvfp4": "nvfp4-2e-4", "bf16": "bf16-2e-4"}),
+}
+OF_RANKS = Pairing(STUDY / "ranks", STUDY / "mechanism", {"nvfp4": "nvfp4"})
+
+
+def main(arguments: list[str] | None = None) -> None:
+    KeyValueParser(__doc__).parse_args(arguments)
+    user_options.use([STUDY / "conf"])
+    for name, page in (("nf4", nf4_page(NF4)), ("ranks", ranks_page(OF_RANKS))):
+        (STUDY / name / "results").mkdir(exist_ok=True)
+        write_atomically(STUDY / name / "results" / "words.md", page)
+        print(STUDY / name / "results" / "words.md")
+
+
+def rows_of(pairing: Pairing) -> tuple[Any, list[int]]:
+    """A row for each run of a whole copy, as part 2 reads it, and the copies that lack a run or a common session."""
+    ours, others = read(pairing.design), read_other(pairing.other)
+    arms = [arm.name for arm in ours.design.arms]
+    rows, lacking = [], []
+    for copy in ours.design.bases:
+        runs = {(arm, copy, 0): ours.runs.get((arm, copy, 0)) for arm in arms}
+        runs |= {(arm, copy, 0): others.runs.get((name, copy, 0)) for arm, name in pairing.names.items()}
+        there = {key: run for key, run in runs.items() if run is not None}
+        sessions = {run.path.parent.name for run in there.values()}
+        if len(there) < len(runs) or len(sessions) > 1:
+            lacking.append(copy)
+            continue
+        require_whole(pairing.design.name, there)
+        for (arm, _, _), run in there.items():
+            row = {"arm": arm, "copy": copy, "session": run.path.parent.name}
+            rows.append(row | numbers_of(OWN[arm], run))
+    return pd.DataFrame(rows), lacking
+
+
+def read_other(part: Path) -> Any:
+    """Of part 2 the data of a size lie beside those of others."""
+    data = part.parent / "data" / part.name if part.parent.name == "rates" else part / "data"
+    return read(part, data)
+
+
+def nf4_page(sizes: Mapping[str, Pairing]) -> str:
+    parts = ["# Is NF4 worse than NVFP4? The protocol's words", "Brackets are 95 % intervals; differences are points."]
+    for size, pairing in sizes.items():
+        rows, lacking = rows_of(pairing)
+        parts += [f"## {size}", *(not_whole(lacking) or nf4_words(rows))]
+    return "\n\n".join(parts) + "\n"
+
+
+def nf4_words(rows: Any) -> list[str]:
+    first = tested(rows, NF4_FIRST, MARGIN)
+    said = NF4_SAYS.get(first["nf4 - nvfp4"].word, "Which of the two ends higher is not decided")
+    second = tested(rows, NF4_SECOND, MARGIN)
+    return [table_of(first), f"**{said}.**", "### What learning costs", table_of(second), *shown(rows)]
+
+
+def ranks_page(pairing: Pairing) -> str:
+    parts = [
+        "# Does the rank of the adapter matter? The protocol's words",
+        "Brackets are 95 % intervals; differences are points.",
+    ]
+    rows, lacking = rows_of(pairing)
+    return "\n\n".join([*parts, *(not_whole(lacking) or ranks_words(rows))]) + "\n"
+
+
+def ranks_words(rows: Any) -> list[str]:
+    found = tested(rows, RANKS, MARGIN)
+    rewards = [[" - ".join(pair), points(effect(rows, minus(*pair), "last"), 2, True)] for pair in PAIRS]
+    return [
+        table_of(found),
+        f"**{verdict(found.values())}.**",
+        "### Reward in the last eight steps, without words",
+        markdown_table(["contrast", "reward"], rewards),
+        *shown(rows),
+    ]
+
+
+def verdict(found: Collection[Contrast]) -> str:
+    if any(one.word in ("higher", "lower") for one in found):
+        return "The rank matters"
+    little = all(one.word == SAME for one in found)
+    return "The rank matters little, as the paper says" if little else "Whether the rank matters is not decided"
+
+
+def not_whole(lacking: Sequence[int]) -> list[str]:
+    listed = ", ".join(map(str, lacking))
+    return [f"Not whole, so no words: copies {listed} lack a run in a common session."] if lacking else []
+
+
+def shown(rows: Any) -> list[str]:
+    return ["### Each arm, without words", levels(rows, SHARES)]
+
+
+if __name__ == "__main__":
+    guarded(main)

@@ -1,0 +1,134 @@
+"""Parts 5 and 7 of the fair test: arms differ from what they are compared with in one thing, words on planted data."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from qerl_bench.config import build, compose
+from qerl_core.options import user_options
+from qerl_studies.design.design import read_design
+from tests.scripts import ROOT, script
+
+STUDY = ROOT / "studies" / "fair-2026"
+PAGE = script("studies/fair-2026/beside_parts.py")
+PART_8 = script("studies/fair-2026/tests/test_mechanism.py")
+FROZEN = {  # SHA-256 of each protocol without its amendments
+    "nf4": "a2d3a775a24fffc623606ad6d04e580baf336e4b8695dde67c6ba1634c9e88bc",
+    "ranks": "118f8f5527f3db21019ed28ca5d74dbfe6c85a39759afee42e7b2ea2ad83942a",
+}
+SIZES = {"nf4 0.5B": PAGE.NF4["0.5B"], "nf4 1.5B": PAGE.NF4["1.5B"], "ranks": PAGE.OF_RANKS}
+
+
+@pytest.fixture(autouse=True)
+def words(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(user_options, "_in_use", [])
+    user_options.use([STUDY / "conf"])
+    return user_options.words_in_use()
+
+
+@pytest.mark.parametrize("part", FROZEN)
+def test_the_protocol_is_the_frozen_one(part: str) -> None:
+    before = (STUDY / part / "protocol.md").read_text().partition("\n## Amendments")[0].rstrip("\n")
+    assert hashlib.sha256(before.encode()).hexdigest() == FROZEN[part]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_arm_differs_from_what_it_is_compared_with_in_one_thing(size: str, words: list[str]) -> None:
+    pairing = SIZES[size]
+    ours, other = (read_design(part / "study.yaml", words) for part in (pairing.design, pairing.other))
+    assert [*ours.bases] == [*other.bases] and ours.seeds == other.seeds
+    (control,) = [arm for arm in other.arms if arm.name == pairing.names["nvfp4"]]
+    copy = ours.bases[0]
+    reference = compose(other.words(control, copy, 0, sigma=None))
+    for arm in ours.arms:
+        tree: Any = compose(ours.words(arm, copy, 0, sigma=None))
+        differ = {key for key in tree if tree[key] != reference[key]} - {"name"}
+        assert differ == ({"quant"} if arm.name == "nf4" else {"lora"}) and build(tree)
+        if arm.name != "nf4":
+            assert f"rank-{tree.lora.rank}" == arm.name and tree.lora.alpha == reference.lora.alpha == 32
+        assert tree.quant.name == PAGE.OWN[arm.name]
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def table(error: float = 0.005, **ends: float) -> Any:
+    """Runs of these arms on eight copies in two sessions, the second a point higher."""
+    draw = np.random.default_rng(0)
+    rows = []
+    for copy in range(51, 59):
+        session = "a" if copy < 55 else "b"
+        for arm, end in ends.items():
+            late = end + 0.01 * (session == "b") + error * draw.standard_normal()
+            asked = dict.fromkeys([*PAGE.SHARES, "sampled in bf16", "late", "greedy", "answering"], late)
+            row = {"arm": arm, "copy": copy, "session": session, "entropy": -1.0, "collapsed": 0.0}
+            rows.append(row | asked | {"first": 0.1, "last": late})
+    return pd.DataFrame(rows)
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (0.20, "NF4 ends lower than NVFP4, as the paper says"),
+        (0.30, "NF4 ends higher than NVFP4, the opposite"),
+        (0.25, "NF4 and NVFP4 differ by less than half"),
+    ],
+)
+def test_nf4_has_the_words_of_its_protocol(end: float, said: str) -> None:
+    page = "\n".join(PAGE.nf4_words(table(nf4=end, nvfp4=0.25, bf16=0.30)))
+    assert f"**{said}" in page
+
+
+def test_noise_decides_nothing_about_nf4() -> None:
+    page = "\n".join(PAGE.nf4_words(table(error=0.04, nf4=0.25, nvfp4=0.25, bf16=0.30)))
+    assert "**Which of the two ends higher is not decided.**" in page
+
+
+@pytest.mark.parametrize(
+    ("ends", "error", "said"),
+    [
+        ({"rank-16": 0.25, "nvfp4": 0.25, "rank-64": 0.25}, 0.003, "The rank matters little, as the paper says"),
+        ({"rank-16": 0.20, "nvfp4": 0.25, "rank-64": 0.25}, 0.003, "The rank matters"),
+        ({"rank-16": 0.25, "nvfp4": 0.25, "rank-64": 0.25}, 0.05, "Whether the rank matters is not decided"),
+    ],
+)
+def test_ranks_have_the_words_of_their_protocol(ends: dict[str, float], error: float, said: str) -> None:
+    assert f"**{said}.**" in PAGE.ranks_words(table(error=error, **ends))
+
+
+def test_fewer_than_eight_copies_decide_nothing() -> None:
+    rows = table(nf4=0.1, nvfp4=0.25, bf16=0.30)
+    assert "not decided.**" in "\n".join(PAGE.nf4_words(rows[rows["copy"] < 58]))
+
+
+def test_arms_are_read_with_those_of_the_other_part_in_the_same_session(tmp_path: Path) -> None:
+    other, own = (
+        Path(shutil.copytree(part, tmp_path / part.name, ignore=shutil.ignore_patterns("data", "results")))
+        for part in (PAGE.OF_RANKS.other, PAGE.OF_RANKS.design)
+    )
+    pairing = replace(PAGE.OF_RANKS, design=own, other=other)
+    every = "51, 52, 53, 54, 55, 56, 57, 58"
+    assert f"copies {every} lack a run" in PAGE.ranks_page(pairing)
+    costs, early = PART_8.COSTS, PART_8.MATCHED
+    PART_8.pack(other, "a", range(51, 55), PART_8.trained)
+    PART_8.pack(other, "b", range(55, 59), PART_8.trained)
+    with pytest.MonkeyPatch.context() as patch:
+        for arm, end in (("rank-16", -0.047), ("rank-64", -0.10)):
+            patch.setitem(costs, arm, end)
+            patch.setitem(early, arm, 0.0)
+        PART_8.pack(own, "a", range(51, 55), PART_8.trained)
+        PART_8.pack(own, "other", range(55, 59), PART_8.trained)
+        assert "copies 55, 56, 57, 58 lack a run in a common session" in PAGE.ranks_page(pairing)
+        (own / "data" / "other").rename(own / "data" / "b")
+        page = PAGE.ranks_page(pairing)
+    assert "**The rank matters.**" in page and "| rank-64 - rank-16 | -5.30 [" in page
+    assert re.search(r"\| rank-16 - nvfp4 \| [+-]0\.00 \[", page)
