@@ -205,11 +205,14 @@ def _may_rename(override: Override) -> bool:
 
 
 def _names(override: Override) -> bool:
-    """Whether this gives an axis names, if it gives it a list: Hydra fails for lists of anything else."""
+    """Whether this gives an axis names, if it gives it a list, or any key, if it gives it a mapping.
+
+    Hydra fails for lists of anything else, and an empty mapping changes nothing without a word.
+    """
     value: object = None if override.is_sweep_override() else override.value()
-    if not isinstance(value, list) or not (CONF_DIR / override.key_or_group).is_dir():
+    if not (isinstance(value, list) or value == {}) or not (CONF_DIR / override.key_or_group).is_dir():
         return True
-    return value != [] and all(isinstance(one, str) for one in value)
+    return value not in ([], {}) and all(isinstance(one, str) for one in value)
 
 
 def _is_choice(override: Override) -> bool:
