@@ -72,7 +72,13 @@ VOCABULARY = 151_665  # tokens of Qwen2.5
 REFERENCE = "bf16-2e-4"  # that older studies have too
 ASKED = {f"{mode} in {form}": (mode, form) for mode in ("sampled", "greedy") for form in FORMATS.values()}
 TRAINED = ("reward/mean", "entropy", "accuracy", "entropy_clean")  # series of training
-SHARES = {"first": "reward, first 4", "last": "reward, last 8", "late": "late", "greedy": "greedy, at the end"}
+SHARES = {
+    "before": "before",
+    "first": "reward, first 4",
+    "last": "reward, last 8",
+    "late": "late",
+    "greedy": "greedy, at the end",
+}
 SENTENCES = {
     "lower": "NVFP4 ends lower even where its codes are chosen better and each arm has its own rate",
     "not decided": "the old headline is neither confirmed nor refuted for this model",
@@ -153,8 +159,11 @@ def numbers_of(own: str, run: Run) -> dict[str, float]:
     require(not lacking, f"{run.name} has not {LATE[-1]} steps of {', '.join(lacking)}: leave its copy out")
     train = pd.DataFrame(series)
     steps: Any = train.assign(kind="train").to_dict("records")
+    before, late = at(run, "eval/lenient_sampled", 0), np.mean([at(run, "eval/lenient_sampled", step) for step in LATE])
     return asked | {
-        "late": float(np.mean([at(run, "eval/lenient_sampled", step) for step in LATE])),
+        "before": before,
+        "late": float(late),
+        "gain": float(late) - before,
         "greedy": at(run, "eval/lenient_greedy", LATE[-1]),
         "answering": asked["sampled in bf16"] - at(run, "eval/lenient_sampled", LATE[-1]),
         "first": float(train["reward/mean"].iloc[:FIRST].mean()),
@@ -206,6 +215,7 @@ def words_of(read: Size) -> list[str]:
     """What one size says."""
     rows, first = read.rows, tested(read.rows, primary(read.rows))
     chance = ", ".join(kind for kind in FORMATS if by_chance(rows, kind)) or "of no arm"
+    four_six = own_best(rows, "four-six")
     best = [[kind, *map(per_cent, rewards(rows, kind)), own_best(rows, kind)] for kind in FORMATS]
     pairs = [minus(f"{one}-{rate}", f"{two}-{rate}") for rate in (*RATES, THIRD) for one, two in PAIRS]
     pairs.append(minus(*(own_best(rows, kind) for kind in PAIRS[2])))
@@ -220,6 +230,8 @@ def words_of(read: Size) -> list[str]:
         f"Of this model the page says: {SENTENCES[next(iter(first.values())).word]}.",
         "### What answering and learning cost",
         table_of(tested(rows, costs(rows))),
+        f"Without a word: {four_six} in BF16 minus in its own format, "
+        f"{points(effect(rows, {four_six: 1.0}, 'answering'), 2, True)}.",
         "### The primary contrasts at such rates, without words",
         markdown_table(["contrast", "late"], other) if other else "None.",
         "### Each arm and rate, without words",
@@ -227,7 +239,8 @@ def words_of(read: Size) -> list[str]:
         "### The same policies in each format, after the last step, without words",
         levels(rows, {name: name for name in ASKED}),
         "### Differences, without words",
-        markdown_table(["contrast", "late", "greedy", "entropy"], [gap(rows, one) for one in pairs]),
+        markdown_table(["contrast", "before", "gain", "late", "greedy", "entropy"], [gap(rows, one) for one in pairs]),
+        "*Before*: the same questions before the first step. *Gain*: late minus before.",
         "### Older references, without words",
         f"Both arms at 2e-4; Welch's t test with {len(read.older)} more runs of `bf16`, on the same questions.",
         markdown_table(OLDER_HEADS, [with_older(read, pair[0]) for pair in PAIRS[:2]]),
@@ -252,8 +265,8 @@ def levels(rows: Table, shares: Mapping[str, str]) -> str:
 
 
 def gap(rows: Table, weights: Weights) -> list[str]:
-    late, greedy, entropy = (effect(rows, weights, name) for name in ("late", "greedy", "entropy"))
-    return [named(weights), points(late, 2, True), points(greedy, 2, True), times(entropy)]
+    shares = [points(effect(rows, weights, name), 2, True) for name in ("before", "gain", "late", "greedy")]
+    return [named(weights), *shares, times(effect(rows, weights, "entropy"))]
 
 
 def with_older(read: Size, kind: str) -> list[str]:

@@ -69,7 +69,7 @@ def table(error: float = 0.005, **ends: float) -> Any:
         session = "a" if copy < 55 else "b"
         for arm, end in ends.items():
             late = end + 0.01 * (session == "b") + error * draw.standard_normal()
-            asked = dict.fromkeys([*PAGE.SHARES, "sampled in bf16", "late", "greedy", "answering"], late)
+            asked = dict.fromkeys([*PAGE.SHARES, "sampled in bf16", "answering"], late)
             row = {"arm": arm, "copy": copy, "session": session, "entropy": -1.0, "collapsed": 0.0}
             rows.append(row | asked | {"first": 0.1, "last": late})
     return pd.DataFrame(rows)

@@ -107,7 +107,7 @@ def table(late: Mapping[str, float], early: Mapping[str, float] = MATCHED, error
     for arm in PAGE.FORMATS:
         errors = error * draw.standard_normal((2, 4))
         for copy, off in zip(COPIES, (errors - errors.mean(1, keepdims=True)).flat, strict=True):
-            shares = dict.fromkeys(("late", *PAGE.ASKED), 0.3 + late.get(arm, 0) + 0.05 * (copy > 54) + off)
+            shares = dict.fromkeys(("before", "late", *PAGE.ASKED), 0.3 + late.get(arm, 0) + 0.05 * (copy > 54) + off)
             others = {"early": early[arm], "entropy": 0, "collapsed": 0, "first": 0.1, "last": 0.2}
             rows.append({"arm": arm, "copy": copy, "session": "ab"[copy > 54], "greedy": 0.3} | shares | others)
     return pd.DataFrame(rows)

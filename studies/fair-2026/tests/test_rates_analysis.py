@@ -51,6 +51,7 @@ def table(
             greedy = late + 0.05
             answered = dict.fromkeys(PAGE.ASKED, late)
             row = {"arm": arm, "copy": copy, "session": session, "late": late, "greedy": greedy, "first": 0.3}
+            row |= {"before": 0.4, "gain": late - 0.4}
             last = (rewards or {}).get(arm, 0.5) + 0.001 * (copy % 2)
             rows.append({**row, **answered, "last": last, "answering": 0.0, "entropy": -1.0, "collapsed": 0.0})
     return pd.DataFrame(rows)
@@ -249,7 +250,8 @@ def numbers(arm: str, copy: int) -> list[dict[str, Any]]:
         for step in range(1, 41)
     ]
     lines = [{"kind": "train", "step": at, "entropy_clean": 0.2} | one for at, one in enumerate(train, 1)]
-    late = [{"kind": "eval", "step": at, "eval/lenient_sampled": right} for at, right in ((32, 0.5), (36, 0.52))]
+    asked = ((0, 0.4), (32, 0.5), (36, 0.52))
+    late = [{"kind": "eval", "step": at, "eval/lenient_sampled": right} for at, right in asked]
     last = {"eval/lenient_sampled": 0.57, "eval/lenient_greedy": copy / 100}
     others = {*PAGE.FORMATS.values()} - {PAGE.FORMATS[arm[:-5]]}
     also = {f"eval/in/{form}/lenient_{mode}": 0.6 for form in others for mode in ("sampled", "greedy")}
