@@ -130,16 +130,27 @@ def test_neither_files_nor_rooms_import_in_a_circle() -> None:
     assert circle(between_rooms()) == []
 
 
-def test_every_package_and_room_is_in_architecture_md() -> None:
+def rows() -> dict[str, int]:
+    """The row of docs/architecture.md in which each room stands, counted from the top through all packages."""
     text = (ROOT / "docs" / "architecture.md").read_text().split("## Packages")[1].split("\n## ")[0]
-    shown = {
-        f"{package}/{name}"
-        for package, block in re.findall(r"### (\w+)\n\n((?:    .*\n)+)", text)
-        for name in re.findall(r"(\w+)(?:\.py|/)(?=[,\s]|$)", block.replace("(hydra_plugins/)", ""))
-    }
-    assert shown == {room(name) for name in MODULES if room(name).count("/")} - {
+    found: dict[str, int] = {}
+    for package, block in re.findall(r"### (\w+)\n\n((?:    .*\n)+)", text):
+        for row in re.findall(r"    \S.*\n(?:     .*\n)*", block.replace("(hydra_plugins/)", "")):
+            number = 1 + max(found.values(), default=0)
+            found |= {f"{package}/{name}": number for name in re.findall(r"(\w+)(?:\.py|/)(?=[,\s]|$)", row)}
+    return found
+
+
+def test_every_package_and_room_is_in_architecture_md() -> None:
+    assert rows().keys() == {room(name) for name in MODULES if room(name).count("/")} - {
         name.replace(".", "/") for name in PUBLIC
     }
+
+
+def test_rooms_import_from_their_row_or_below() -> None:
+    row = rows()
+    arrows = {(one, other) for one, others in between_rooms().items() for other in others if {one, other} <= {*row}}
+    assert arrows and {(one, other) for one, other in arrows if row[other] < row[one]} == set()
 
 
 def test_public_names_are_those_of_the_core_and_nothing_of_ours_uses_them() -> None:
