@@ -183,6 +183,8 @@ def test_a_shell_that_has_numbers_added_otherwise_is_another_machine(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pairs of runs are told, and so is a run that goes on in another shell."""
+    import torch  # noqa: F401  # warns of values that are no flags if they are set when it is imported
+
     for one in ARITHMETIC:
         monkeypatch.setenv(one, "")
     plain = environment("cpu")
