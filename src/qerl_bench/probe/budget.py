@@ -178,18 +178,20 @@ def subsets(parts: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 @torch.inference_mode()
-def measure_cells(
-    cells: Cells, plain: Experiment, prompts: Sequence[Prompt], samples: int, keep: Keep
+def measure_copy(
+    plain: Experiment, few: Experiment, options: Any, device: str, prompts: Sequence[Prompt], keep: Keep
 ) -> dict[str, dict[str, float]]:
     """The numbers of each cell, by its name: on the texts, and on its own samples, means over tokens in nats.
 
     `texts_kl` is KL(unrounded || cell), `own_kl` KL(cell || unrounded), both over the whole vocabulary at temperature
-    1; `right` is by the last number of an answer where the task has one, else by its format.
+    1; `right` is by the last number of an answer where the task has one, else by its format. The policies are given
+    back at the end, so that another copy has their memory.
     """
+    cells = Cells(plain, few, options.budget, device)
     engine = plain.engine.build(cells.policy)
 
     def asked() -> AnswerSet:
-        return sample_answers(plain.task, engine, prompts, 1.0, samples, "answers")
+        return sample_answers(plain.task, engine, prompts, 1.0, options.samples, "answers")
 
     texts = asked().rollouts
     found = {}
@@ -231,14 +233,6 @@ def compared(cells: Cells, parts: Collection[str], rollouts: Sequence[Rollout]) 
         sums += kl(unrounded, rounded), kl(rounded, unrounded), entropy(rounded)
     there, back, rounded_entropy = (sums / sum(len(one.token_ids) for one in rollouts)).tolist()
     return there, back, rounded_entropy
-
-
-def measure_copy(
-    plain: Experiment, few: Experiment, options: Any, device: str, prompts: Sequence[Prompt], keep: Keep
-) -> dict[str, dict[str, float]]:
-    """The cells of one copy, whose policies are given back before another copy is built."""
-    cells = Cells(plain, few, options.budget, device)
-    return measure_cells(cells, plain, prompts, options.samples, keep)
 
 
 def budget_of(options: Any, words: Sequence[str]) -> tuple[dict[str, Any], Path, Parts]:
