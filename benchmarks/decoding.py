@@ -226,7 +226,7 @@ def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     started = time.perf_counter()
     for shape, name, rank in itertools.product(options.shape, options.formats, options.ranks):
-        words = (f"quant={name}", f"model=shape/{shape}", "model.dtype=bfloat16", "task=shape", "eval=none")
+        words = (*f"quant={name}".split("+"), f"model=shape/{shape}", "model.dtype=bfloat16", "task=shape", "eval=none")
         policy = random_policy(build(compose([*words, f"lora.rank={max(rank, 1)}"])), rank, device)
         resident = torch.cuda.memory_allocated() / 2**30 if device == "cuda" else None
         budgets = options.dequantized if name != "bf16" else [0.0]
@@ -268,7 +268,7 @@ def ragged_task(options: argparse.Namespace) -> Shape:
 def main(words: list[str] | None = None) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["7b"])
-    parser.add_argument("--formats", nargs="+", default=["nvfp4", "bf16"])
+    parser.add_argument("--formats", nargs="+", default=["nvfp4", "bf16"], help="also fp8+quant.activations=fp8")
     parser.add_argument("--ranks", type=int, nargs="+", default=[32], help="of the adapter, 0 for none")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--slow", type=int, nargs="*", default=[64], help="batches also sampled through transformers")

@@ -35,6 +35,7 @@ from qerl_kernels.training_linear import packed_linear
 
 TRAINED = ("7B qkv", "7B o", "7B gate_up", "7B down")
 LIMIT_S = 90  # after which no further case of a suite is started
+BLOCK_FORMATS = ["nvfp4"]  # of the suite layer
 BLOCKS = 2  # of the model whose blocks are timed
 
 
@@ -91,16 +92,16 @@ def block_cases(tokens: Sequence[int]) -> Iterator[Case]:
                 yield Case(f"{label}, {way}", "bf16", "7B", rows, runs[0], "plain torch", runs[1], 2 * rows * count, 0)
 
 
-def layer_cases(tokens: Sequence[int], modes: Sequence[str]) -> Iterator[Case]:
+def layer_cases(tokens: Sequence[int], modes: Sequence[str], formats: Sequence[str]) -> Iterator[Case]:
     """Forward and backward of whole 7B blocks, packed rows of 1,024 tokens, rank 32; the peer is their modules.
 
     The floor is that of the matmuls with frozen weights, without adapters, attention and repetition.
     """
     parameters = BLOCKS * sum(n * k for n, k in (LAYERS[name] for name in TRAINED))
-    for mode in modes:
-        model = ("quant=nvfp4", "model=shape/7b", "model.dtype=bfloat16", f"model.layers={BLOCKS}", "lora.rank=32")
+    for format_name, mode in itertools.product(formats, modes):
+        model = ("model=shape/7b", "model.dtype=bfloat16", f"model.layers={BLOCKS}", "lora.rank=32")
         words = ("kernel=block", "task=shape", "eval=none", f"train.recompute={mode}")
-        experiment = build(compose([*model, *words]))
+        experiment = build(compose([*f"quant={format_name}".split("+"), *model, *words]))
         policy = build_policy(experiment, None, "cuda")
         policy.train_mode(True)
         decoder = decoder_of(policy.model)
@@ -118,7 +119,7 @@ def layer_cases(tokens: Sequence[int], modes: Sequence[str]) -> Iterator[Case]:
                     fused()
 
             name = f"{BLOCKS} blocks, recompute={mode}"
-            yield Case(name, "nvfp4", "7B", rows, [fused], "modules", [modules], 0, 4 * rows * parameters)
+            yield Case(name, format_name, "7B", rows, [fused], "modules", [modules], 0, 4 * rows * parameters)
 
 
 def dequantize_cases(formats: Sequence[str]) -> Iterator[Case]:
@@ -273,7 +274,7 @@ def peak_mib(call: Call) -> float:
 SUITES: dict[str, Callable[[bool], Iterator[Case]]] = {
     "block": lambda quick: block_cases((8192,)),
     "layer": lambda quick: layer_cases(
-        (8192,) if quick else (8192, 16384), ("none",) if quick else ("none", "selective")
+        (8192,) if quick else (8192, 16384), ("none",) if quick else ("none", "selective"), BLOCK_FORMATS
     ),
     "linear": lambda quick: training_cases(
         (2048, 8192, 32768), [name for name in TRAINED if not quick or "gate_up" not in name]
@@ -299,7 +300,9 @@ def main() -> None:
     parser.add_argument("suites", nargs="*", help=f"what to time, all if none is named: {', '.join(SUITES)}")
     parser.add_argument("--seconds", type=float, default=0.1, help="time for each measurement")
     parser.add_argument("--quick", action="store_true", help="fewer cases")
+    parser.add_argument("--formats", nargs="+", help="of the suite layer, also fp8+quant.activations=fp8")
     options = parser.parse_args()
+    BLOCK_FORMATS[:] = options.formats or BLOCK_FORMATS
     if unknown := [name for name in options.suites if name not in SUITES]:
         parser.error(f"unknown suite {', '.join(unknown)}; choose from {', '.join(SUITES)}")
     timing.require_gpu(parser)

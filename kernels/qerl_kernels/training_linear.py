@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from qerl_kernels import projection
+
 RowScales = Sequence[tuple[slice, float]]
 Kept = deque[tuple[torch.Tensor, int]]  # outputs, with their versions, by which a change in place shows
 _kept: ContextVar[tuple[Kept | None, bool]] = ContextVar("kept", default=(None, False))
@@ -41,8 +43,12 @@ def packed_linear(
     row_scales: RowScales,
     bias: torch.Tensor | None,
     adapter: Adapter | JoinedAdapters | None = None,
+    multiply: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """y (..., N) = scale * (x @ operand^T) + bias + the adapter's output; x is (..., K).
+
+    `multiply` takes the place of all but the adapter, from x (M, K) to (M, N); its gradient is that of what it
+    replaces, and `operand` is then called in the backward pass alone.
 
     `operand(dtype)` returns the matrix (N, K) without its tensor scale. It is called in the forward and in the backward
     pass, and each call may overwrite the result of the last. `row_scales` has the tensor scale of each range of rows.
@@ -59,8 +65,22 @@ def packed_linear(
             )
     parts = [(part, one.scaling) for part, one in joined]
     matrices = [one.a for _, one in joined] + [one.b for _, one in joined]
-    y = _PackedLinear.apply(rows, operand, row_scales, bias, parts, *matrices)
+    y = _PackedLinear.apply(rows, operand, row_scales, bias, multiply, parts, *matrices)
     return y.view(*x.shape[:-1], y.shape[1])
+
+
+def down(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """x A^T (M, r) of x (M, K) and A (r, K) in one dtype, without gradient."""
+    return projection.project(x, a) if projection.pays(x, a) else x @ a.t()
+
+
+def plus_adapter(y: torch.Tensor, x: torch.Tensor, adapter: Adapter) -> torch.Tensor:
+    """y (..., N), without gradient, plus the output of `adapter` for x (..., K), written to y."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    a, b = adapter.a.to(x.dtype), adapter.b.to(x.dtype)
+    through = down(rows, a) if x.device.type == "cuda" else rows @ a.t()
+    y.view(-1, y.shape[-1]).addmm_(through, b.t(), alpha=adapter.scaling)
+    return y
 
 
 @contextmanager
@@ -109,6 +129,7 @@ class _PackedLinear(torch.autograd.Function):
         operand: Callable[[torch.dtype], torch.Tensor],
         row_scales: RowScales,
         bias: torch.Tensor | None,
+        multiply: Callable[[torch.Tensor], torch.Tensor] | None,
         parts: Sequence[tuple[slice, float]],
         *matrices: torch.Tensor,
     ) -> torch.Tensor:
@@ -121,7 +142,7 @@ class _PackedLinear(torch.autograd.Function):
             if y._version != version:
                 raise RuntimeError("a kept output was changed in place, so it cannot be reused")
         else:
-            y = _matmul(rows, operand(rows.dtype), row_scales, bias)
+            y = multiply(rows) if multiply else _matmul(rows, operand(rows.dtype), row_scales, bias)
             for (part, scaling), up, through in zip(parts, b, _columns(down, a), strict=True):
                 y[:, part].addmm_(through, up.to(rows.dtype).t(), alpha=scaling)
             if outputs is not None:
@@ -140,7 +161,7 @@ class _PackedLinear(torch.autograd.Function):
                 grad_x = torch.addmm(grad_x, rows_y[:, part], weight[part], beta=int(i > 0), alpha=scale)
         saved = ctx.saved_tensors  # read once: under gradient checkpointing only the first read recomputes them
         if not saved:
-            return grad_x, *(None,) * 4
+            return grad_x, *(None,) * 5
         rows, down, *matrices = saved
         a, b = matrices[: len(ctx.parts)], matrices[len(ctx.parts) :]
         outputs = [(rows_y[:, part], scaling) for part, scaling in ctx.parts]
@@ -153,7 +174,7 @@ class _PackedLinear(torch.autograd.Function):
             _product(y.t(), through, up.dtype).mul_(scaling)
             for (y, scaling), through, up in zip(outputs, _columns(down, a), b, strict=True)
         ]
-        return grad_x, *(None,) * 4, *grad_a, *grad_b
+        return grad_x, *(None,) * 5, *grad_a, *grad_b
 
 
 def _stacked(matrices: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -1,10 +1,11 @@
-"""The kernel that rounds inputs: the bits of the reference, and its counts."""
+"""The kernels that round inputs: the bits of the reference, and its counts."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from qerl_kernels import fp8
 from qerl_kernels.activations import KINDS, MOST_INPUTS, round_blocks, round_rows
 
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -86,3 +87,26 @@ def test_rows_of_other_shapes_and_dtypes(device: str, kind: str) -> None:
     before = counts.tolist()
     assert torch.equal(round_rows(x, kind, counts, fused=False), round_blocks(x, kind))
     assert counts[1] == before[1] + int((x != 0).sum())
+
+
+@pytest.mark.parametrize("case", [32, 96, 1536, 18944, "ties", "ends"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, under the interpreter
+def test_codes_of_fp8_are_those_of_the_reference(device: str, case: int | str) -> None:
+    values = _x(12, case if isinstance(case, int) else 1280)
+    if case == "ties":
+        values[:, :1024] = torch.arange(-512, 512) / torch.tensor([4.0, 1024.0]).repeat(6)[:, None]
+        values[:, -1] = 448.0
+    elif case == "ends":
+        values[:4] *= torch.tensor([1e-36, 1e-32, 1e25, 1e32])[:, None]
+        values[8, 5], values[9, 6], values[10, 7], values[11, :40] = torch.nan, torch.inf, -torch.inf, 3e38
+    for dtype in (torch.float16, *([torch.bfloat16] if device == "cuda" else [])):  # the interpreter's is wrong
+        x = (values if dtype != torch.float16 else values.clamp(-6e4, 6e4)).to(dtype)
+        skipped, finite, found = torch.arange(len(x)) % 3, x.isfinite().all(-1), []
+        for place, fused in ((device, True), ("cpu", False)):
+            counts = torch.tensor([5, 7], device=place)
+            codes, scales = (one.cpu() for one in fp8.quantize(x.to(place), counts, fused, skipped.to(place)))
+            assert torch.equal(codes.float().isnan().any(-1) | scales[:, 0].isnan(), ~finite)
+            bits = codes[finite].view(torch.uint8), scales[finite].view(torch.int32)
+            found.append((*(one.tolist() for one in bits), case == "ends" or counts.tolist()))
+        assert found[0] == found[1]
+        assert torch.equal((codes.float() * scales).to(dtype)[finite], round_blocks(x, "fp8")[finite])

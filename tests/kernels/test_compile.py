@@ -576,3 +576,14 @@ def test_rounded_inputs(arch: int, pdl: bool, kind: str, width: int) -> None:
     _sound(built, pdl)
     assert built.registers * warps * 32 <= 65536
     assert built.count(r"LDG\.\S*128") == built.count("LDG") - 1 == 2  # and whether the row counts
+
+
+@pytest.mark.parametrize("arch", [arch for arch in CARDS if arch >= 89])
+def test_codes_of_inputs(arch: int) -> None:
+    from qerl_kernels import jit_fp8
+
+    signature = {"x": "*bf16", "codes": "*u8", "scales": "*fp32", "counts": "*i64", "skipped": "*i64", "width": "i32"}
+    constants = {"EPSILON": 2.0**-7, "PART": 2048, "PARTS": 10, "SKIPS": True, "CONVERTS": True, "PDL": arch >= 90}
+    built = compiled(jit_fp8.quantize_row, signature, constants, arch, 8, enable_fp_fusion=False)
+    _sound(built, arch >= 90)
+    assert len(built.instructions) / 80 <= 23 and built.count("F2FP.*E4M3") > 0

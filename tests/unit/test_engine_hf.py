@@ -259,7 +259,7 @@ def test_a_cpu_rebuilds_packed_weights_once_in_a_call(
     engine = HFEngine(packed_policy, max_num_seqs=8)
     rollouts = engine.generate(_prompts(), _sampling())
     assert len(rebuilt) == len(layers) == len({*rebuilt}) and all(layer._kept is None for layer in layers)
-    monkeypatch.setattr("qerl_bench.quant.linear.operands_kept", lambda model: nullcontext())
+    monkeypatch.setattr("qerl_bench.engine.dequantized.operands_kept", lambda model: nullcontext())
     again = engine.generate(_prompts(), _sampling())
     assert len(rebuilt) > 20 * len(layers)
     assert [(r.token_ids, r.logprobs) for r in rollouts] == [(r.token_ids, r.logprobs) for r in again]

@@ -13,8 +13,13 @@ import pytest
 import torch
 
 from qerl_bench.config import build, compose
+from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.recordable import eager_reason
-from qerl_bench.model.block import FusedBlock
+from qerl_bench.engine.rollout_queue import Limits
+from qerl_bench.engine.sampler import Sampler
+from qerl_bench.model import kernels
+from qerl_bench.model.block import FusedBlock, fuse_blocks
+from qerl_bench.model.lm_head import decoder_of
 from qerl_bench.model_setup import build_policy
 from qerl_bench.quant.activations import REASON, Rounding, round_inputs
 from qerl_bench.quant.base import ACTIVATIONS
@@ -23,7 +28,9 @@ from qerl_bench.train.recorded_passes import why_not
 from qerl_core.checks import ConfigError
 from qerl_core.options.fingerprint import ADDED_LATER, fingerprint, scientific
 from qerl_core.rundir.finished_run import without_training
+from qerl_kernels import fp8, training_block_reference
 from qerl_kernels.activations import KINDS, round_blocks
+from qerl_kernels.training_linear import Adapter
 from tests.short_runs import steps_of
 from tests.weight_formats import PLAIN, symmetric
 
@@ -310,3 +317,112 @@ def test_the_specs_that_tests_share_are_those_of_the_files() -> None:
     for name in ("fp8", "int8", "int4"):
         spec = build(compose([f"quant={name}"])).quant
         assert spec == symmetric(name, vars(spec)["block"]) and vars(spec).items() >= PLAIN.items()
+
+
+# --- FP8 by FP8, on a CPU, which multiplies it too if it is asked to --------------------------------------------------
+
+IN_FP8 = ("quant.activations=fp8", "model.dtype=bfloat16")
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and (not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)):
+        pytest.skip("needs a GPU that multiplies FP8")
+    return request.param
+
+
+@pytest.fixture
+def on_card(stand_in: Any) -> Callable[..., list[str]]:
+    def chosen(policy: Any, capability: tuple[int, int] = (9, 0)) -> list[str]:
+        stand_in(kernels, why_not_fused=lambda *_: None)
+        stand_in(torch.cuda, get_device_capability=lambda *_: capability)
+        policy.kernels = kernels.choose_kernels(policy.model, policy.layers, "auto")
+        return [*policy.kernels.values()]
+
+    return chosen
+
+
+def _far(found: Any, wanted: Any) -> float:
+    one, other = (torch.cat([x.detach().double().flatten() for x in of]) for of in (found, wanted))
+    return float((one - other).norm() / other.norm())
+
+
+def _bytes(layers: Any) -> list[Any]:
+    packed = [tensor for layer in layers for tensor in layer.packed().values()]
+    return [(tensor.dtype, tensor.view(torch.uint8).tolist()) for tensor in packed]
+
+
+def test_a_layer_multiplies_the_codes_of_what_the_reference_multiplies(place: str) -> None:
+    """Gradients pass straight through, and the adapter reads the input as it is."""
+    linear, spec = torch.nn.Linear(64, 48, dtype=BF16, device=place), symmetric("fp8", "row")
+    layer: Any = pack_linear("a", linear, spec)
+    reference: Any = pack_linear("a", linear, spec)
+    layer.rounding, reference.rounding = (Rounding("fp8", torch.device(place)) for _ in "12")
+    layer.use_fp8()
+    x, grad = (_x(10, 64) ** 5).to(place, BF16).requires_grad_(), _x(10, 48, dtype=BF16).to(place)
+    codes, scales = fp8.quantize(x.detach(), torch.zeros(2, dtype=torch.long, device=place))
+    exact = (codes.double() * scales.double()) @ reference.operand(torch.float32).double().t() + layer.bias.double()
+    found, plain = layer(x), reference(x)
+    assert _far(found, exact) < 0.0025 and (place == "cuda" or torch.equal(found, exact.to(BF16)))
+    counts = layer.rounding.take()
+    assert counts == reference.rounding.take() and counts[0] > 0 and _bytes([layer]) == _bytes([reference])
+    assert torch.equal(torch.autograd.grad(found, x, grad)[0], torch.autograd.grad(plain, x, grad)[0])
+
+    leaves = x, a, b = x, *(_x(*shape).to(place, BF16).requires_grad_() for shape in ((4, 64), (48, 4)))
+    y, apart = layer(x, Adapter(a, b, 0.5)), 0.5 * (x @ a.t()) @ b.t()
+    assert _far(*(torch.autograd.grad(one, leaves, grad) for one in (y, reference(x) + apart))) < 0.005
+    with torch.no_grad():
+        for of_both in (y, layer(x, Adapter(a, b, 0.5))):
+            assert (
+                _far(of_both, found + apart) < 0.006 < _far(of_both, found + (round_blocks(x, "fp8") @ a.t()) @ b.t())
+            )
+        with layer.rounding.off(), reference.rounding.off():  # the weight in 16 bits, as in checks before a run
+            assert torch.equal(layer(x), reference(x))
+
+
+def test_a_policy_multiplies_fp8_wherever_it_trains_and_samples(
+    make_policy: Any, make_experiment: Any, on_card: Any, stand_in: Any, place: str
+) -> None:
+    """In fused blocks and recorded steps, over one copy of the weights; and it is recorded."""
+    options: Any = {"quant": "fp8", "width": 64, "adapted": True, "device": place}
+    reference, policy = (make_policy(*IN_FP8, f"kernel={kernel}", **options) for kernel in ("torch", "block"))
+    packed = [module for module in policy.model.modules() if isinstance(module, PackedLinear)]
+    before, engine = _bytes(packed), make_experiment().engine
+    assert engine.build(reference).record()["layers_in_fp8"] == 0
+    if place == "cpu":
+        on_card(policy)
+        assert fuse_blocks(decoder_of(policy.model), training_block_reference) is None
+    assert engine.build(policy).record()["layers_in_fp8"] == 14 == len(packed)
+    assert not any(map(kernels.rounds, packed)) and isinstance(policy.model.model.layers[0].forward, FusedBlock)
+    ids, mask = torch.arange(24, device=place).reshape(2, 12) + 3, (torch.arange(12, device=place) > 0).expand(2, 12)
+    plain, found = (one.token_stats(ids, mask, 1.0).logprobs for one in (reference, policy))
+    wanted, gradients = (
+        torch.autograd.grad(y.sum(), one.trainable) for y, one in ((plain, reference), (found, policy))
+    )
+    assert (found - plain).abs().mean() < 0.02 and _far(gradients, wanted) < 0.1
+    stand_in(PackedLinear, matmul_operand=lambda *_: pytest.fail("a weight was rebuilt"))
+    sampling = Sampling(samples=2, temperature=1.0, max_tokens=9, seed=0)
+    with torch.inference_mode():
+        Sampler(policy, Limits(rows=4, kept_gib=1.0)).decode(ids.tolist(), sampling, [*range(4)])
+    assert _bytes(packed) == before and policy.rounding.take()[1] > 0
+    assert len({layer._fp8_weight()[0].untyped_storage().data_ptr() for layer in packed}) == 8  # four of a block
+
+
+@pytest.mark.parametrize(
+    ("words", "capability", "said", "left"),
+    [
+        (("quant.block=128x128", "model.intermediate_size=256"), (9, 0), "128x128", 14),
+        ((), (8, 0), "8.0", 14),
+        (("model.intermediate_size=72",), (9, 0), "72", 6),
+    ],
+)
+def test_what_cannot_multiply_fp8_says_so_once(
+    words: Any, capability: Any, said: str, left: int, make_policy: Any, on_card: Any, caplog: Any
+) -> None:
+    policy = make_policy(*IN_FP8, *words, quant="fp8", width=128 if said == "128x128" else 64)
+    with caplog.at_level(logging.INFO):
+        assert sum(kernel != kernels.SCALED for kernel in on_card(policy, capability)) == left
+    lines = [record.getMessage() for record in caplog.records if "do not multiply FP8" in record.getMessage()]
+    assert len({*lines}) == len(lines) == (2 if said == "72" else 1) and all(said in line for line in lines)
+    assert sum(map(kernels.rounds, policy.model.modules())) == left

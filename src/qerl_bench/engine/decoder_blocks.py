@@ -46,12 +46,13 @@ def layers_of(policy: Policy) -> list[Any]:
 
 
 def packed_layers(block: Block) -> list[PackedLinear]:
-    """The packed layers that the step of a block multiplies by: joined ones, and those that are not joined."""
+    """The packed layers whose weights the step of a block rebuilds: joined ones, and those that are not joined."""
     joined = [fused for fused in (block.qkv, block.gate_up) if isinstance(fused, FusedLinears)]
     replaced = {id(module) for fused in joined for layer in fused.layers for module in layer.modules()}
     bases = [fused.base for fused in joined]
     own = [module for module in block.module.modules() if id(module) not in replaced]
-    return [module for module in (*bases, *own) if isinstance(module, PackedLinear)]
+    packed = [module for module in (*bases, *own) if isinstance(module, PackedLinear)]
+    return [layer for layer in packed if not layer.multiplies_fp8]
 
 
 def adapted_layers(policy: Policy) -> list[Any]:

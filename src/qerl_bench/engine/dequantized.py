@@ -8,12 +8,14 @@ block scale, that training multiplies by, so the policy is the same. Small weigh
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
 
 from qerl_bench.quant.linear import PackedLinear
+from qerl_bench.quant.packed_weight import is_sharded
 
 log = logging.getLogger(__name__)
 
@@ -57,3 +59,21 @@ class Dequantized:
 
 def copy_bytes(layers: Iterable[PackedLinear], dtype: torch.dtype) -> int:
     return sum(layer.out_features * layer.in_features for layer in layers) * dtype.itemsize
+
+
+@contextmanager
+def operands_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, packed layers on a CPU rebuild their weight once and keep it in 16 or 32 bits, and not in every call.
+
+    A model of billions of weights would take minutes to rebuild them for each token. On a GPU nothing is kept, nor of
+    a sharded base.
+    """
+    packed = [one for one in model.modules() if isinstance(one, PackedLinear) and not is_sharded(one)]
+    layers = [one for one in packed if one.weight.device.type == "cpu"]
+    try:
+        for layer in layers:
+            layer._kept = {}
+        yield
+    finally:
+        for layer in layers:
+            del layer._kept

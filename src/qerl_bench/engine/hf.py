@@ -131,10 +131,14 @@ class HFEngine:
         return metrics | shares([take_counts(self.policy, sampling=True)], "_rollout")
 
     def record(self) -> dict[str, Any]:
+        from qerl_bench.model.kernels import SCALED
+
         record: dict[str, Any] = {"engine": "hf", "copies_of_weights": 1, "decoding": self.decoding}
         record |= {"max_num_seqs": self.configured.rows, "invariant": self.limits.invariant, "order": "as given"}
         record["tf32"] = self.tf32
         record["kernels"] = self.policy.kernels  # of each layer
+        if self.policy.rounding is not None:
+            record["layers_in_fp8"] = sum(kernel == SCALED for kernel in self.policy.kernels.values())
         if self.sampler is None:
             return record
         return record | self.sampler.record()
@@ -197,7 +201,7 @@ class HFEngine:
         """`generate` within the present limits."""
         if self.sampler is not None:
             return self._sample(prompts, prompt_ids, range(sampling.samples), sampling)
-        from qerl_bench.quant.linear import operands_kept
+        from qerl_bench.engine.dequantized import operands_kept
 
         rollouts: list[Rollout] = []
         prompts_per_chunk = max(1, self.rows_at_once // sampling.samples)

@@ -58,7 +58,8 @@ def eager_reason(policy: Policy) -> str | None:
         return "the rotary frequencies depend on the length"
     if not all(_can_be_captured(experts, config) for experts in experts_of(decoder_of(policy.model))):
         return "the experts' module makes the host wait for the GPU"
-    if any(isinstance(layer, PackedLinear) and layer.kernel_weight is None for layer in policy.model.modules()):
+    packed = [layer for layer in policy.model.modules() if isinstance(layer, PackedLinear)]
+    if any(layer.kernel_weight is None and not layer.multiplies_fp8 for layer in packed):
         return "a packed layer runs the reference"
     return None
 

@@ -22,6 +22,7 @@ import torch
 
 from qerl_bench.engine import hf_reference
 from qerl_bench.engine.base import Completion, RolloutEngine, Sampling
+from qerl_bench.engine.dequantized import operands_kept
 from qerl_bench.engine.hf import HFEngine, request_key
 from qerl_bench.engine.reference_generation import (
     TEMPERATURES,
@@ -36,7 +37,6 @@ from qerl_bench.model.float32 import in_float32
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import MAX_TOKEN_GAP, OWN_GAPS, instead_of, stock
 from qerl_bench.model.reference_model import Origin, blocks_to_compare, first_blocks
-from qerl_bench.quant.linear import operands_kept
 from qerl_core.checks import ConfigError
 from qerl_core.records import Prompt
 

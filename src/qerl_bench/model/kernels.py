@@ -8,6 +8,7 @@ training if `kernel=block` asks for it, or by `kernel=auto` in a model that is n
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from peft.tuners import lora
 
 from qerl_bench.model.adapters import LoRAExperts
 from qerl_bench.model.base import SMALL_BYTES
+from qerl_bench.quant.activations import in_fp8, why_not_fp8
 from qerl_bench.quant.concat import concat_rows_in_place
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
@@ -43,6 +45,7 @@ DECODE = {
     for kernel, tokens in MOST_TOKENS.items()
 }
 CUBLAS = "cublas"
+SCALED = "fp8 by fp8 (scaled_mm), dequantize + cublas for gradients"
 BITSANDBYTES = "bitsandbytes matmul_4bit"
 
 
@@ -218,29 +221,34 @@ def why_not_fused_blocks(kernel: str, model: torch.nn.Module) -> str | None:
         return "kernel=modules"
     if kernel == FUSED_BLOCKS:
         return None
-    dtype = next(model.parameters()).dtype
-    if dtype != torch.bfloat16:
-        return f"the model computes in {str(dtype).removeprefix('torch.')}"
+    if (reason := _why_not_in(next(model.parameters()).dtype)) is not None:
+        return reason
     return "the model is small; kernel=block fuses them" if is_small(model) else None
+
+
+def _why_not_in(dtype: torch.dtype) -> str | None:
+    return None if dtype == torch.bfloat16 else f"the model computes in {str(dtype).removeprefix('torch.')}"
 
 
 def choose_kernels(model: torch.nn.Module, layers: Iterable[str], kernel: str) -> dict[str, str]:
     """Switch each of the linear layers and experts `layers` to the best kernel it can run; the choice by layer name."""
-    choices = {}
+    choices, dtype, refused = {}, next(model.parameters()).dtype, Counter[str]()
     for name in layers:
         module, base = _layer_and_base(model, name)
-        choices[name] = _kernel_of(base, kernel, next(model.parameters()).dtype)
+        choices[name] = _kernel_of(base, kernel, dtype, refused)
         if isinstance(module, LoRALinear):
             module.fused = choices[name] not in (REFERENCE, BITSANDBYTES)
     for choice in dict.fromkeys(choices.values()):
         names = [name for name in choices if choices[name] == choice]
         log.info("kernel of %d layers (%s ... %s): %s", len(names), names[0], names[-1], choice)
+    for reason, count in refused.items():
+        log.info("%d layers with weights and inputs in FP8 do not multiply FP8: %s", count, reason)
     return choices
 
 
 def rounds(base: object) -> bool:
-    """Whether a layer rounds its input, which its adapter reads as it is: then training takes PEFT's operations."""
-    return isinstance(base, PackedLinear) and base.rounding is not None
+    """Whether a layer multiplies its rounded input apart from its adapter: then training takes PEFT's operations."""
+    return isinstance(base, PackedLinear) and base.rounding is not None and not base.multiplies_fp8
 
 
 def _layer_and_base(model: torch.nn.Module, name: str) -> tuple[Any, Any]:
@@ -253,12 +261,21 @@ def _layer_and_base(model: torch.nn.Module, name: str) -> tuple[Any, Any]:
     return module, base
 
 
-def _kernel_of(base: torch.nn.Module | torch.Tensor, kernel: str, compute_dtype: torch.dtype) -> str:
+def _kernel_of(
+    base: torch.nn.Module | torch.Tensor, kernel: str, compute_dtype: torch.dtype, refused: Counter[str]
+) -> str:
+    """The kernel that `base` is switched to. `refused` counts why layers in FP8 do not multiply it."""
     if isinstance(base, PackedLinear) and base.uses_bitsandbytes:
         return BITSANDBYTES
     packed = isinstance(base, PackedLinear | PackedMatrices)
     tensor = base if isinstance(base, torch.Tensor) else next(base.buffers() if packed else base.parameters())
-    if why_not_fused(kernel, tensor.device) is not None or compute_dtype != torch.bfloat16:
+    reason = why_not_fused(kernel, tensor.device) or _why_not_in(compute_dtype)
+    if isinstance(base, PackedLinear) and in_fp8(base):
+        if (why_not := reason or why_not_fp8(base)) is None:
+            base.use_fp8()
+            return SCALED
+        refused[why_not] += 1
+    if reason is not None:
         return REFERENCE
     if not packed:
         return CUBLAS if not tensor.requires_grad else REFERENCE

@@ -116,7 +116,10 @@ class Siblings:
             return merged
         with naming(path):
             packed = PackedLinear.replacing(base, weight_format, self.quantizer.pack(weight, weight_format, amax, None))
-        packed.rounding = base.rounding if isinstance(base, PackedLinear) else None
+        if isinstance(base, PackedLinear):
+            packed.rounding = base.rounding
+            if base.multiplies_fp8 and weight_format.kernel_layout == base.weight_format.kernel_layout:
+                packed.use_fp8()
         return packed
 
 

@@ -24,7 +24,7 @@ from qerl_bench.aqn.injector import NoiseInjector, compute_in_float32
 from qerl_bench.model.attention import enable_attention
 from qerl_bench.model.block import fuse_blocks
 from qerl_bench.model.cut_tensors import own_parts
-from qerl_bench.model.kernels import choose_kernels, why_not_fused, why_not_fused_blocks
+from qerl_bench.model.kernels import choose_kernels, rounds, why_not_fused, why_not_fused_blocks
 from qerl_bench.model.keys_values import KVRounding
 from qerl_bench.model.lm_head import TokenStats, decoder_of, head_of, token_stats
 from qerl_bench.model.merging import REASON as MERGED
@@ -115,7 +115,7 @@ class Policy:
         reason = why_not_fused(kernel, self.device)
         self.fused = reason is None
         log.info("kernel of the loss head and of sampling: %s", "triton" if reason is None else f"torch ({reason})")
-        reason = reason or (ROUNDED if rounding else MERGED if merging else None)
+        reason = reason or (ROUNDED if any(map(rounds, model.modules())) else MERGED if merging else None)
         reason = reason or why_not_fused_blocks(kernel, model) or fuse_blocks(decoder_of(model))
         log.info("blocks in training: %s", "triton" if reason is None else f"modules of transformers ({reason})")
         reason = why_not_shared(decoder_of(model), self.packing, bool(self.experts))

@@ -1,8 +1,9 @@
 """Rounding the inputs of packed layers: `quant.activations` and `rollout.activations`.
 
 A layer multiplies its packed weight by the rounded input; the adapter reads the input as it is, and gradients pass
-straight through. Fused paths of training know nothing of it, so there blocks run the modules of transformers and PEFT;
-recorded sampling rounds. Left out: experts, which are refused, and the head, which is not packed.
+straight through. Fused paths of training know nothing of it, so there blocks run the modules of transformers and PEFT,
+unless a card multiplies FP8 by FP8; recorded sampling rounds. Left out: experts, which are refused, and the head, which
+is not packed.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import torch
 from qerl_bench.quant.base import NOT_ROUNDED
 from qerl_bench.quant.experts import PackedExperts
 from qerl_bench.quant.linear import PackedLinear
+from qerl_bench.quant.symmetric import FP8
 from qerl_core.checks import require
 from qerl_kernels.activations import round_rows
+from qerl_kernels.fp8 import quantize, why_not
 
 log = logging.getLogger(__name__)
 REASON = "the inputs of packed layers are rounded"  # why a fused path of training is not taken
@@ -40,6 +43,10 @@ class Rounding:
             return x
         rounded: Any = _StraightThrough.apply(x, self)
         return rounded
+
+    def codes(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What x (M, K) is rounded to, in kind fp8: `fp8.quantize`."""
+        return quantize(x, self.counts, self.fused, self.skipped)
 
     @contextmanager
     def skipping(self, rows: torch.Tensor) -> Iterator[None]:
@@ -93,7 +100,17 @@ def round_inputs(model: torch.nn.Module, kind: str, where: str) -> Rounding | No
     rounding = Rounding(kind, next(model.parameters()).device)
     for layer in layers:
         layer.rounding = rounding
-    log.info(
-        "the inputs of %d packed layers are rounded to %s; fused blocks and recorded passes are off", len(layers), kind
-    )
+    log.info("the inputs of %d packed layers are rounded to %s; recorded passes are off", len(layers), kind)
     return rounding
+
+
+def in_fp8(layer: PackedLinear) -> bool:
+    """Whether it is packed as FP8, and rounds its inputs to FP8 too."""
+    return isinstance(layer.weight_format, FP8) and layer.rounding is not None and layer.rounding.kind == "fp8"
+
+
+def why_not_fp8(layer: PackedLinear) -> str | None:
+    """Why its card cannot multiply such a layer in FP8, or None if it can."""
+    if layer.weight_format.block != "row":
+        return f"quant.block={layer.weight_format.block}"
+    return why_not((layer.out_features, layer.in_features), torch.cuda.get_device_capability(layer.weight.device))

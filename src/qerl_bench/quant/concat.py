@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from qerl_bench.quant.linear import KERNEL_BUFFERS, PackedLinear
+from qerl_bench.quant.linear import FP8_BUFFERS, KERNEL_BUFFERS, PackedLinear
 from qerl_kernels import layout
 
 
@@ -14,16 +14,19 @@ def concat_rows_in_place(layers: Sequence[torch.nn.Linear]) -> torch.nn.Linear |
     """One layer whose output is the concatenated output of `layers`, whose weights become views of the new weight.
 
     Nothing is rounded again: rows keep the tensor scale of their layer. Returns None, and changes nothing, unless all
-    layers are packed in the same kernel layout, or all are plain frozen layers of one dtype.
+    layers are packed in the same kernel layout, or multiply FP8, or all are plain frozen layers of one dtype.
     """
     packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
     if not packed:
         return _concat_plain(layers)
-    return _concat_packed(packed) if len(packed) == len(layers) else None
+    if len(packed) < len(layers):
+        return None
+    in_fp8 = all(layer.multiplies_fp8 for layer in packed)
+    return _concat_packed(packed, FP8_BUFFERS) if in_fp8 else _concat_in_layout(packed)
 
 
-def _concat_packed(layers: Sequence[PackedLinear]) -> PackedLinear | None:
-    first, weights = layers[0], [weight for layer in layers if (weight := layer.kernel_weight) is not None]
+def _concat_in_layout(layers: Sequence[PackedLinear]) -> PackedLinear | None:
+    weights = [weight for layer in layers if (weight := layer.kernel_weight) is not None]
     same_kind = len({(w.format, w.shape[1], w.scales.dtype) for w in weights}) == 1 and len(weights) == len(layers)
     if not same_kind:
         return None
@@ -35,16 +38,23 @@ def _concat_packed(layers: Sequence[PackedLinear]) -> PackedLinear | None:
         if weight.offset > offset:  # MXFP4 scales become relative to the largest scale of all layers
             weight.scales.sub_(weight.offset - offset)
             layer._scale_offset = offset
+    whole = _concat_packed(layers, KERNEL_BUFFERS)
+    whole._scale_offset = offset
+    return whole
+
+
+def _concat_packed(layers: Sequence[PackedLinear], names: Sequence[str]) -> PackedLinear:
+    first = layers[0]
     buffers = {name: tensor for name, tensor in first._buffers.items() if tensor is not None}
-    for name in KERNEL_BUFFERS:
-        parts = [layer.get_buffer(name) for layer in layers]
+    for name in names:
+        parts = [tensor for layer in layers if (tensor := layer._buffers[name]) is not None]
         buffers[name] = _concat_contiguous(parts)
         views = buffers[name].split([len(part) for part in parts])
         for layer, view in zip(layers, views, strict=True):
             layer._buffers[name] = view
     shape = (sum(layer.out_features for layer in layers), first.in_features)
     whole = PackedLinear(first.weight_format, buffers, shape, _concat_bias(layers)).train(first.training)
-    whole._scale_offset, whole.rounding = offset, first.rounding
+    whole.rounding, whole._fp8_scales = first.rounding, first._fp8_scales
     whole.row_scales, start = [], 0
     for layer in layers:
         for rows, scale in layer.row_scales:

@@ -16,9 +16,9 @@ import torch
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.packed_weight import PackedWeight, is_sharded, stored
 from qerl_core.checks import naming
-from qerl_kernels import decode, layout, projection
+from qerl_kernels import decode, fp8, layout
 from qerl_kernels.dequantize import dequantize
-from qerl_kernels.training_linear import Adapter, JoinedAdapters, packed_linear
+from qerl_kernels.training_linear import Adapter, JoinedAdapters, down, packed_linear, plus_adapter
 
 # Checkpoint names of tensor scales, (1,).
 TENSOR_SCALES = ("weight_global_scale", "weight_scale_2")
@@ -35,6 +35,7 @@ FUSED_SIBLINGS = (
 )
 
 KERNEL_BUFFERS = ("kernel_words", "kernel_scales")
+FP8_BUFFERS = ("weight", "weight_scale")  # those of the format itself
 
 
 def siblings_of(path: str) -> tuple[str, ...]:
@@ -66,7 +67,8 @@ class PackedLinear(torch.nn.Linear):
     row_scales: list[tuple[slice, float]]
     _scale_offset: int | None = None  # `KernelWeight.offset`, set once the kernels' layout is the resident one
     owns_memory = False  # set by `quant.memory_layout`: nobody else reads the packed tensors, which may be overwritten
-    rounding: Callable[[torch.Tensor], torch.Tensor] | None = None  # of the input: `quant.activations`
+    rounding: Any = None  # of the input: `activations.Rounding`
+    _fp8_scales: torch.dtype | None = None  # what the scales are in checkpoints, after `use_fp8`
     _kept: dict[torch.dtype, torch.Tensor] | None = None  # operands by dtype: `operands_kept`, `keep_operand`
 
     def __init__(
@@ -106,6 +108,8 @@ class PackedLinear(torch.nn.Linear):
     def packed(self) -> dict[str, torch.Tensor]:
         """The packed tensors by their checkpoint names, restored from the kernels' layout if that is resident."""
         resident, kernel_weight = stored(self), self.kernel_weight
+        if self.multiplies_fp8:
+            return resident | {"weight_scale": resident["weight_scale"].to(self._fp8_scales)}
         if kernel_weight is None:
             return resident
         return layout.unpack(kernel_weight) | {name: resident[name] for name in resident if name not in KERNEL_BUFFERS}
@@ -141,6 +145,16 @@ class PackedLinear(torch.nn.Linear):
             self._buffers[name] = tensor
         self._scale_offset = repacked.offset
 
+    def use_fp8(self) -> None:
+        """Multiply codes of bfloat16 inputs by those of the weight from now on."""
+        if not self.multiplies_fp8:
+            self._fp8_scales = (scales := stored(self)["weight_scale"]).dtype
+            self._buffers["weight_scale"] = scales.to(torch.float32)
+
+    @property
+    def multiplies_fp8(self) -> bool:
+        return self._fp8_scales is not None
+
     def operand(self, dtype: torch.dtype) -> torch.Tensor:
         """The matmul operand (N, K), rebuilt on every call."""
         return self.weight_format.operand(self.packed(), (self.out_features, self.in_features), dtype)
@@ -165,6 +179,8 @@ class PackedLinear(torch.nn.Linear):
             if dtype not in self._kept:
                 self._kept[dtype] = self.operand(dtype)
             return self._kept[dtype]
+        if self.multiplies_fp8:
+            return fp8.dequantize(*self._fp8_weight(), dtype)
         kernel_weight = self.kernel_weight
         if kernel_weight is None or dtype != torch.bfloat16:
             return self.operand(dtype)
@@ -181,12 +197,25 @@ class PackedLinear(torch.nn.Linear):
         """x (..., K) to (..., N), plus the output of `adapter`; the decode kernel takes a single one."""
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        if self.rounding is not None:
-            rounded = self.rounding(input)
-            if adapter:
-                return _plus_adapter(self._multiply(rounded, None), input, adapter)
-            input = rounded
-        return self._multiply(input, adapter)
+        if self.rounding is None or not self.rounding.on:
+            return self._multiply(input, adapter)
+        single = isinstance(adapter, Adapter) and not torch.is_grad_enabled()
+        if self.multiplies_fp8 and input.dtype == torch.bfloat16:
+            here = None if single else adapter
+            y = packed_linear(input, self.matmul_operand, self.row_scales, self.bias, here, self._multiply_fp8)
+        else:
+            assert single or not adapter  # training applies it by PEFT
+            y = self._multiply(self.rounding(input), None)
+        return plus_adapter(y, input, adapter) if isinstance(adapter, Adapter) and single else y
+
+    def _multiply_fp8(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows (M, K) in bfloat16, rounded to E4M3, to (M, N)."""
+        codes, scales = self.rounding.codes(rows)
+        return fp8.multiply(codes, scales, *self._fp8_weight(), self.bias)
+
+    def _fp8_weight(self) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = map(stored(self).__getitem__, FP8_BUFFERS)
+        return codes, scales
 
     def _multiply(self, input: torch.Tensor, adapter: Adapter | JoinedAdapters | None) -> torch.Tensor:
         if self.uses_bitsandbytes:
@@ -212,10 +241,10 @@ class PackedLinear(torch.nn.Linear):
                 scale[rows] = value
         if adapter is None:
             return decode.decode_gemm(x, weight, scale, self.bias)
-        b, down = adapter.b.to(x.dtype), _down(x, adapter.a.to(x.dtype))  # (N, r) and (M, r)
+        b, through = adapter.b.to(x.dtype), down(x, adapter.a.to(x.dtype))  # (N, r) and (M, r)
         if b.shape[1] > decode.MAX_RANK * (len(adapter.parts) or 1):
-            return decode.decode_gemm(x, weight, scale, self.bias).addmm_(down, b.t(), alpha=adapter.scaling)
-        return decode.decode_gemm(x, weight, scale, self.bias, (down, b, adapter.scaling), parts=adapter.parts)
+            return decode.decode_gemm(x, weight, scale, self.bias).addmm_(through, b.t(), alpha=adapter.scaling)
+        return decode.decode_gemm(x, weight, scale, self.bias, (through, b, adapter.scaling), parts=adapter.parts)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, format={self.weight_format.name}"
@@ -229,21 +258,6 @@ class PackedLinear(torch.nn.Linear):
         super()._load_from_state_dict(*args, **kwargs)
         if not is_sharded(self):  # then only what is trained is read
             self.row_scales = [(slice(None), self.weight_format.output_scale(self.packed()))]
-
-
-def _down(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """x A^T (M, r) of x (M, K) and A (r, K) in one dtype, without gradient."""
-    return projection.project(x, a) if projection.pays(x, a) else x @ a.t()
-
-
-def _plus_adapter(y: torch.Tensor, x: torch.Tensor, adapter: Adapter | JoinedAdapters) -> torch.Tensor:
-    """y (..., N), without gradient, plus the output of `adapter` for x (..., K), written to y."""
-    assert isinstance(adapter, Adapter) and not torch.is_grad_enabled()  # training applies it by PEFT
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    a, b = adapter.a.to(x.dtype), adapter.b.to(x.dtype)
-    down = _down(rows, a) if x.device.type == "cuda" else rows @ a.t()
-    y.view(-1, y.shape[-1]).addmm_(down, b.t(), alpha=adapter.scaling)
-    return y
 
 
 @contextmanager
@@ -278,21 +292,3 @@ def resident_bytes(layer: torch.nn.Module) -> int:
     if isinstance(layer, torch.nn.Linear) and not isinstance(layer, PackedLinear):
         return layer.weight.nbytes
     return sum(tensor.nbytes for tensor in layer.buffers())
-
-
-@contextmanager
-def operands_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, packed layers on a CPU rebuild their weight once and keep it in 16 or 32 bits, and not in every call.
-
-    A model of billions of weights would take minutes to rebuild them for each token. On a GPU nothing is kept, nor of
-    a sharded base.
-    """
-    packed = [one for one in model.modules() if isinstance(one, PackedLinear) and not is_sharded(one)]
-    layers = [one for one in packed if one.weight.device.type == "cpu"]
-    try:
-        for layer in layers:
-            layer._kept = {}
-        yield
-    finally:
-        for layer in layers:
-            del layer._kept

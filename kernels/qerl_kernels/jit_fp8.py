@@ -1,0 +1,66 @@
+"""Triton kernel of `fp8`. A program rounds one row, of which it holds a part at a time.
+
+The reference divides by the scale. Here inputs are multiplied by its reciprocal and rounded to 17 bits, which gives the
+same code: products are off by less than 2^-22 of themselves, and the quotient of two numbers of up to 11 bits is
+half-way between two codes, which 5 bits hold, or at least 2^-16 away. Triton's interpreter truncates to E4M3.
+"""
+
+import triton
+import triton.language as tl
+
+from qerl_kernels.jit_activations import NO_SIGN, nearest_e4m3, with_sign
+from qerl_kernels.jit_overlap import wait_for_earlier
+
+
+@triton.jit
+def quantize_row(
+    x,  # (M, K), of 16 bits
+    codes,  # (M, K) uint8
+    scales,  # (M,) FP32
+    counts,
+    skipped,  # as in `round_row`
+    width,
+    EPSILON: tl.constexpr,
+    PART: tl.constexpr,  # inputs held at a time
+    PARTS: tl.constexpr,
+    SKIPS: tl.constexpr,
+    CONVERTS: tl.constexpr,  # whether a conversion to E4M3 rounds
+    PDL: tl.constexpr,
+):
+    wait_for_earlier(PDL)
+    row = tl.program_id(0)
+    start = row.to(tl.int64) * width
+    column = tl.arange(0, PART)
+    largest = tl.zeros((PART,), tl.int32)
+    for part in tl.static_range(PARTS):
+        here = part * PART + column
+        stored = tl.load(x + start + here, mask=here < width, other=0.0)
+        # as integers, of which NaN is the largest
+        largest = tl.maximum(largest, stored.to(tl.float32).to(tl.int32, bitcast=True) & NO_SIGN)
+    amax = tl.max(largest, 0).to(tl.float32, bitcast=True)
+    unit = tl.div_rn(amax, tl.full((), 448.0, tl.float32)).to(x.dtype.element_ty).to(tl.float32)
+    unit = tl.where(amax < float("inf"), tl.where(unit == 0, EPSILON, unit), float("nan"))
+    raised = tl.where(unit < 2.0**-64, 2.0**64, 1.0)  # or the reciprocal would be infinite
+    reciprocal = tl.div_rn(tl.full((), 1.0, tl.float32), unit * raised)
+    zeros = tl.zeros((PART,), tl.int32)
+    zero_codes = tl.zeros((PART,), tl.int32)
+    for part in tl.static_range(PARTS):
+        here = part * PART + column
+        if PARTS > 1:
+            stored = tl.load(x + start + here, mask=here < width, other=0.0)
+        values = stored.to(tl.float32)
+        quotient = (values * raised) * reciprocal
+        quotient = ((quotient.to(tl.int32, bitcast=True) + 0x40) & -0x80).to(tl.float32, bitcast=True)
+        rounded = quotient
+        if not CONVERTS:
+            rounded = with_sign(nearest_e4m3(tl.minimum(tl.abs(quotient), 448.0)), quotient)
+        tl.store(codes + start + here, rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=here < width)
+        zeros += (values == 0).to(tl.int32)
+        zero_codes += (tl.abs(quotient) <= 0.0009765625).to(tl.int32)  # half of the least, a tie
+    tl.store(scales + row, unit)
+    counted = True
+    if SKIPS:
+        counted = tl.load(skipped + row) == 0
+    padded_zeros = tl.sum(zeros, 0)
+    tl.atomic_add(counts, (tl.sum(zero_codes, 0) - padded_zeros).to(tl.int64), mask=counted)
+    tl.atomic_add(counts + 1, (PART * PARTS - padded_zeros).to(tl.int64), mask=counted)
