@@ -4,9 +4,10 @@
         [--ragged 512 1024] [--group 8] [--dequantized 0 16] [--profile FILE]
 
 Steps replayed as CUDA graphs are compared with sampling through transformers in the same process. A model whose step
-the engine cannot record is sampled through transformers alone. `resident_gib` is what model and adapter take. A router
-with random weights spreads its tokens evenly over the experts; a trained one prefers some, and then a step reads fewer
-weights. Unlike the other benches this one needs the whole project. Without a GPU it shows only that it runs.
+the engine cannot record is sampled through transformers alone. `resident_gib` is what model and adapter take,
+`matmuls` the kernels of its layers. A router with random weights spreads its tokens evenly over the experts; a trained
+one prefers some, and then a step reads fewer weights. Unlike the other benches this one needs the whole project. Without
+a GPU it shows only that it runs.
 
 Batches of equal length: --group completions of each prompt, at most as many as the batch. Decode tokens/s are those of
 steps alone: a rollout of one token is subtracted, which reads the prompts. Ragged rollouts: so many completions of
@@ -21,7 +22,9 @@ are medians of several repeats. --profile writes how long each kernel ran in one
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -44,6 +47,7 @@ from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.structure import structure_of
 from qerl_bench.model_setup import build_noise
+from qerl_bench.quant.activations import round_inputs
 from qerl_bench.task.shape import IDS, Shape
 from qerl_core.process.device import now, peak_gib, reset_peak, resolve_device
 from qerl_core.process.installation import CONF_DIR
@@ -64,6 +68,7 @@ def random_policy(experiment: Experiment, rank: int, device: str) -> Policy:
         experiment.model, experiment.quant, experiment.quantizer, experiment.task, None, device
     )
     structure = structure_of(model)
+    rounding = round_inputs(model, experiment.quant.activations, "the shape")
     adapter = None
     if rank == 0:
         model.requires_grad_(False)
@@ -74,7 +79,7 @@ def random_policy(experiment: Experiment, rank: int, device: str) -> Policy:
                 parameter.data.normal_(0, 0.01)
     model.eval()
     noise = build_noise(experiment, model, structure, reports)
-    options = {"packing": False, "train_norms": False, "template": {}}
+    options = {"packing": False, "train_norms": False, "template": {}, "rounding": rounding}
     return Policy(model, tokenizer, reports, structure, noise, adapter, kernel=experiment.kernel, **options)
 
 
@@ -236,7 +241,8 @@ def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             print(f"{shape} {name}: through transformers alone, because {reason}")
             plan = [("transformers", options.batches, SLOW_TOKENS, 0.0)]
         rows: list[Iterator[dict[str, Any]]] = []
-        case = {"shape": shape, "format": name, "rank": rank}
+        matmuls = " + ".join(dict.fromkeys(re.split(r",| up to ", one)[0] for one in policy.kernels.values()))
+        case = {"shape": shape, "format": name, "rank": rank, "matmuls": matmuls}
         for way, batches, new, gib in plan:
             new = min(new, options.new)
             more = (options.prompt, new, options.repeats, options.group, gib, options.profile is not None)
@@ -250,6 +256,7 @@ def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             print(f"[{time.perf_counter() - started:.0f} s]", shape, name, rank, row, flush=True)
             yield case | {"resident_gib": resident, "gpu": gpu, **versions} | dict.fromkeys(COLUMNS) | row
         del policy
+        gc.collect()  # fused blocks refer to themselves, and would count as resident in the next case
         if device == "cuda":
             torch.cuda.empty_cache()
 

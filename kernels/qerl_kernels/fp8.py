@@ -19,6 +19,7 @@ FAST_SUMS = True  # with fewer bits than FP32: benchmarks/fp8.py says how far of
 LEAST_CAPABILITY = (8, 9)
 _CODES = symmetric.CODES["fp8"]
 _MOST = 2048
+DEQUANTIZED = 2048  # codes of a program, 16 of each thread
 
 
 def why_not(shape: tuple[int, int], capability: tuple[int, int]) -> str | None:
@@ -66,9 +67,24 @@ def multiply(
     return scaled(x, weight.t(), x_scales, scales.t(), added, out_dtype=torch.bfloat16, use_fast_accum=fast_sums)
 
 
-def dequantize(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Code x scale of W (N, K) and FP32 scales (N, 1), rounded once to `dtype`, in the scratch buffer."""
-    return scratch(tuple(weight.shape), dtype, weight.device).copy_(weight).mul_(scales)
+def dequantize(
+    weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, fused: bool = True
+) -> torch.Tensor:
+    """Code x scale of W (N, K) and FP32 scales (N, 1), rounded once to `dtype`, in the scratch buffer.
+
+    One kernel does it if `fused`, on a GPU, to bfloat16: PyTorch's own conversion of E4M3 took ten times as long.
+    """
+    out = scratch(tuple(weight.shape), dtype, weight.device)
+    if not (fused and (weight.is_cuda or interpreting()) and dtype == torch.bfloat16):
+        return out.copy_(weight).mul_(scales)
+    from qerl_kernels import jit_fp8
+
+    rows, width = weight.shape
+    kernel: Any = jit_fp8.dequantize_row
+    kernel[(rows, -(-width // DEQUANTIZED))](
+        weight.view(torch.uint8), scales, out.view(torch.int16), width, PART=DEQUANTIZED, num_warps=4
+    )
+    return out
 
 
 def part_of(width: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Triton kernel of `fp8`. A program rounds one row, of which it holds a part at a time.
+"""Triton kernels of `fp8`. A program rounds one row, of which it holds a part at a time, or dequantizes a part.
 
 The reference divides by the scale. Here inputs are multiplied by its reciprocal and rounded to 17 bits, which gives the
 same code: products are off by less than 2^-22 of themselves, and the quotient of two numbers of up to 11 bits is
@@ -64,3 +64,20 @@ def quantize_row(
     padded_zeros = tl.sum(zeros, 0)
     tl.atomic_add(counts, (tl.sum(zero_codes, 0) - padded_zeros).to(tl.int64), mask=counted)
     tl.atomic_add(counts + 1, (PART * PARTS - padded_zeros).to(tl.int64), mask=counted)
+
+
+@triton.jit
+def dequantize_row(
+    codes,  # (N, K) uint8
+    scales,  # (N,) FP32
+    out,  # (N, K) bfloat16, as int16
+    width,
+    PART: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * PART + tl.arange(0, PART)
+    stored = tl.load(codes + row * width + column, mask=column < width, other=0)
+    product = stored.to(tl.float8e4nv, bitcast=True).to(tl.float32) * tl.load(scales + row)
+    bits = product.to(tl.int32, bitcast=True)
+    bits += 0x7FFF + ((bits >> 16) & 1)  # to nearest, ties to even
+    tl.store(out + row * width + column, (bits >> 16).to(tl.int16), mask=column < width)

@@ -110,3 +110,21 @@ def test_codes_of_fp8_are_those_of_the_reference(device: str, case: int | str) -
             found.append((*(one.tolist() for one in bits), case == "ends" or counts.tolist()))
         assert found[0] == found[1]
         assert torch.equal((codes.float() * scales).to(dtype)[finite], round_blocks(x, "fp8")[finite])
+
+
+@pytest.mark.parametrize("shape", [(300, 256), (3, 2064), (1, 16), (2, 4096)])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, under the interpreter
+def test_dequantized_fp8_has_the_bits_of_the_reference(device: str, shape: tuple[int, int]) -> None:
+    """All finite codes under scales from the least to those that overflow, and whatever was in the buffer before."""
+    rows, width = shape
+    codes = (torch.arange(rows * width).reshape(shape) * 7 % 256).to(torch.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0x7E
+    random = torch.rand(rows, 1, generator=torch.Generator().manual_seed(0))
+    scales = (random * torch.tensor([2.0**-140, 1e-36, 1e-3, 1.0, 1e30, 3e38]).repeat(rows)[:rows, None]).float()
+    weight = codes.view(torch.float8_e4m3fn).to(device)
+    wanted = fp8.dequantize(weight.cpu(), scales, torch.bfloat16, fused=False).clone()
+    assert torch.equal(wanted, (weight.cpu().double() * scales.double()).float().bfloat16())
+    fp8.scratch(shape, torch.bfloat16, weight.device).fill_(torch.nan)
+    found = fp8.dequantize(weight, scales.to(device), torch.bfloat16)
+    assert torch.equal(found.cpu().view(torch.int16), wanted.view(torch.int16))
+    assert found.data_ptr() == fp8.scratch((1,), torch.uint8, weight.device).data_ptr()

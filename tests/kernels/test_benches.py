@@ -57,6 +57,7 @@ def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     importlib.import_module("decoding").main([*words.split(), *ragged.split(), *files])
     with (tmp_path / "x.csv").open() as file:
         even, ragged_row = csv.DictReader(file)
+    assert even["matmuls"] == "torch"
     with (tmp_path / "profile.csv").open() as file:
         kernels = [*csv.DictReader(file)]
     assert {(row["format"], row["way"], row["batch"]) for row in kernels} == {("nvfp4", "recorded", "2")}
@@ -71,6 +72,14 @@ def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         with pytest.raises(SystemExit):
             importlib.import_module("decoding").main(wrong)
         assert wrong[0] in capsys.readouterr().err
+
+
+def test_it_rounds_the_inputs_of_a_format_that_does() -> None:
+    spec = build(compose(["quant=fp8", "quant.activations=fp8", "model=shape/tiny", "task=shape", "eval=none"]))
+    policy = importlib.import_module("decoding").random_policy(spec, 4, "cpu")
+    assert policy.rounding.kind == "fp8"
+    policy.model(torch.arange(6)[None])
+    assert policy.rounding.take()[1] > 0
 
 
 @pytest.mark.peers

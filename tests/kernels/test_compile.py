@@ -587,3 +587,16 @@ def test_codes_of_inputs(arch: int) -> None:
     built = compiled(jit_fp8.quantize_row, signature, constants, arch, 8, enable_fp_fusion=False)
     _sound(built, arch >= 90)
     assert len(built.instructions) / 80 <= 23 and built.count("F2FP.*E4M3") > 0
+
+
+@pytest.mark.parametrize("arch", [arch for arch in CARDS if arch >= 89])
+def test_dequantized_codes(arch: int) -> None:
+    """One load of 16 codes for each thread, and stores of whole vectors."""
+    from qerl_kernels import fp8, jit_fp8
+
+    signature = {"codes": "*u8", "scales": "*fp32", "out": "*i16", "width": "i32"}
+    built = compiled(jit_fp8.dequantize_row, signature, {"PART": fp8.DEQUANTIZED}, arch, 4)
+    _sound(built)
+    vectors, all_of_them = ([built.count(rf"{one}{size}") for one in ("LDG", "STG")] for size in (r"\.\S*128", ""))
+    assert (vectors, all_of_them) == ([1, 2], [2, 2])  # and the scale of the row
+    assert built.registers <= 32 and len(built.instructions) / 16 <= 11.5
