@@ -44,11 +44,13 @@ def packed_linear(
     bias: torch.Tensor | None,
     adapter: Adapter | JoinedAdapters | None = None,
     multiply: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    gradient: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """y (..., N) = scale * (x @ operand^T) + bias + the adapter's output; x is (..., K).
 
     `multiply` takes the place of all but the adapter, from x (M, K) to (M, N); its gradient is that of what it
-    replaces, and `operand` is then called in the backward pass alone.
+    replaces, and `operand` is then called in the backward pass alone. `gradient` takes the place of the backward
+    matmul with `operand`, from the gradient of y (M, N) to that of x (M, K), without the adapter's part.
 
     `operand(dtype)` returns the matrix (N, K) without its tensor scale. It is called in the forward and in the backward
     pass, and each call may overwrite the result of the last. `row_scales` has the tensor scale of each range of rows.
@@ -65,7 +67,7 @@ def packed_linear(
             )
     parts = [(part, one.scaling) for part, one in joined]
     matrices = [one.a for _, one in joined] + [one.b for _, one in joined]
-    y = _PackedLinear.apply(rows, operand, row_scales, bias, multiply, parts, *matrices)
+    y = _PackedLinear.apply(rows, operand, row_scales, bias, multiply, gradient, parts, *matrices)
     return y.view(*x.shape[:-1], y.shape[1])
 
 
@@ -130,10 +132,11 @@ class _PackedLinear(torch.autograd.Function):
         row_scales: RowScales,
         bias: torch.Tensor | None,
         multiply: Callable[[torch.Tensor], torch.Tensor] | None,
+        gradient: Callable[[torch.Tensor], torch.Tensor] | None,
         parts: Sequence[tuple[slice, float]],
         *matrices: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.operand, ctx.row_scales, ctx.parts = operand, row_scales, parts
+        ctx.operand, ctx.row_scales, ctx.parts, ctx.gradient = operand, row_scales, parts, gradient
         outputs, reuse = _kept.get()
         a, b = matrices[: len(parts)], matrices[len(parts) :]
         down = rows @ _stacked(a, rows.dtype).t() if parts else None  # (M, sum of r)
@@ -154,14 +157,16 @@ class _PackedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (rows_y,) = grads  # (M, N)
         grad_x = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] and ctx.gradient is not None:
+            grad_x = ctx.gradient(rows_y)
+        elif ctx.needs_input_grad[0]:
             weight = ctx.operand(rows_y.dtype)  # (N, K)
             grad_x = rows_y.new_empty(1)
             for i, (part, scale) in enumerate(ctx.row_scales):
                 grad_x = torch.addmm(grad_x, rows_y[:, part], weight[part], beta=int(i > 0), alpha=scale)
         saved = ctx.saved_tensors  # read once: under gradient checkpointing only the first read recomputes them
         if not saved:
-            return grad_x, *(None,) * 5
+            return grad_x, *(None,) * 6
         rows, down, *matrices = saved
         a, b = matrices[: len(ctx.parts)], matrices[len(ctx.parts) :]
         outputs = [(rows_y[:, part], scaling) for part, scaling in ctx.parts]
@@ -174,7 +179,7 @@ class _PackedLinear(torch.autograd.Function):
             _product(y.t(), through, up.dtype).mul_(scaling)
             for (y, scaling), through, up in zip(outputs, _columns(down, a), b, strict=True)
         ]
-        return grad_x, *(None,) * 5, *grad_a, *grad_b
+        return grad_x, *(None,) * 6, *grad_a, *grad_b
 
 
 def _stacked(matrices: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -258,7 +258,7 @@ class Experiment:
         try:
             merge = self.rollout.merge and key == "rollout.quant"
             rollout = replace(self.rollout, quant=None, activations=None, merge=merge)
-            train, aqn = replace(self.train, merge="none"), option("aqn", "none")
+            train, aqn = replace(self.train, merge="none", gradients="bf16"), option("aqn", "none")
             chosen = quantizer or self.quantizer
             return replace(self, quant=quant, quantizer=chosen, aqn=aqn, rollout=rollout, train=train, **own_eval)
         except ConfigError as error:

@@ -142,7 +142,7 @@ def build_policy(experiment: Experiment, base: Path | None, device: str, like: P
         policy.kv = round_keys_values(model, kinds_of(experiment), policy.device)
         policy.kv.fused = policy.fused
         if rounding is not None:
-            rounding.fused = policy.fused
+            rounding.fused, rounding.gradients = policy.fused, train.gradients == "fp8"
         if like is not None:
             policy.base_scales = like.base_scales
         if train.recompute == "selective":

@@ -436,6 +436,12 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
         ("engine=vllm quant=nvfp4 rollout.activations=fp8", "rollout.activations=fp8 .*engine=vllm.*engine=hf"),
         ("algo=sft quant=nvfp4 rollout.activations=fp8", "rollout.activations=fp8 .*algo=sft.*Leave"),
         ("train.kv=null", "train.kv must be one of none, fp8, int8, nvfp4, got None"),
+        ("train.gradients=int8", "train.gradients must be one of bf16, fp8, got 'int8'"),
+        ("quant=fp8 train.gradients=fp8", "train.gradients=fp8 .*quant.activations=none.*quant.activations=fp8, or"),
+        (
+            "quant=fp8 quant.block=128x128 quant.activations=fp8 model.hidden_size=128 train.gradients=fp8",
+            "train.gradients=fp8 .*a scale for each row.*quant.block=row",
+        ),
         ("rollout.kv=mxfp4", "rollout.kv must be null or one of none, fp8, int8, nvfp4, got 'mxfp4'"),
         ("eval.kv=fp4", "eval.kv must be null or one of none, .*got 'fp4'"),
         ("eval=lm_eval eval.kv=fp4", "eval.kv must be null or one of none, .*got 'fp4'"),

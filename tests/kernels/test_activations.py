@@ -112,6 +112,37 @@ def test_codes_of_fp8_are_those_of_the_reference(device: str, case: int | str) -
         assert torch.equal((codes.float() * scales).to(dtype)[finite], round_blocks(x, "fp8")[finite])
 
 
+@pytest.mark.parametrize("width", [96, 1536, 18944])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, under the interpreter
+def test_codes_of_fp8_with_factors_are_those_of_the_reference(device: str, width: int) -> None:
+    """And of their rounded products, among which are ties, zeros and what rounds to zero; NaN stays in its row."""
+    values = _x(12, width) * torch.tensor([1.0, 1e-4, 1e3, 0.0]).repeat(3)[:, None]
+    values[4, 5], values[5, 6] = torch.nan, torch.inf
+    factors = (values[6] * values[8]).abs() / 448
+    factors[::3] = 2.0 ** torch.randint(-30, 3, factors[::3].shape)
+    for dtype in (torch.float16, *([torch.bfloat16] if device == "cuda" else [])):  # the interpreter's is wrong
+        x, found = values.to(dtype), []
+        finite = (x.float() * factors).isfinite().all(-1)
+        for place, fused in ((device, True), ("cpu", False)):
+            counts = torch.tensor([5, 7], device=place)
+            codes, scales = (
+                one.cpu() for one in fp8.quantize(x.to(place), counts, fused, factors=factors.to(place))
+            )
+            assert torch.equal(codes.float().isnan().any(-1) | scales[:, 0].isnan(), ~finite)
+            found.append([one[finite].tolist() for one in (codes.view(torch.uint8), scales.view(torch.int32))])
+        assert found[0] == found[1]
+        products = (x.float() * factors).bfloat16()[finite]
+        assert torch.equal((codes.float() * scales)[finite].bfloat16(), round_blocks(products, "fp8"))
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (144, 272), (128, 384), (16, 1040)])
+def test_transposed_codes(device: str, shape: tuple[int, int]) -> None:
+    codes = (torch.arange(shape[0] * shape[1]).reshape(shape) * 37 % 253).to(torch.uint8).view(torch.float8_e4m3fn)
+    fp8.scratch(shape, torch.uint8, torch.device(device)).fill_(255)
+    found = fp8.transpose(codes.to(device)).view(torch.uint8).cpu()
+    assert found.is_contiguous() and torch.equal(found, codes.view(torch.uint8).t())
+
+
 @pytest.mark.parametrize("shape", [(300, 256), (3, 2064), (1, 16), (2, 4096)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, under the interpreter
 def test_dequantized_fp8_has_the_bits_of_the_reference(device: str, shape: tuple[int, int]) -> None:

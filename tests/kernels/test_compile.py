@@ -582,11 +582,28 @@ def test_rounded_inputs(arch: int, pdl: bool, kind: str, width: int) -> None:
 def test_codes_of_inputs(arch: int) -> None:
     from qerl_kernels import jit_fp8
 
-    signature = {"x": "*bf16", "codes": "*u8", "scales": "*fp32", "counts": "*i64", "skipped": "*i64", "width": "i32"}
-    constants = {"EPSILON": 2.0**-7, "PART": 2048, "PARTS": 10, "SKIPS": True, "CONVERTS": True, "PDL": arch >= 90}
-    built = compiled(jit_fp8.quantize_row, signature, constants, arch, 8, enable_fp_fusion=False)
-    _sound(built, arch >= 90)
-    assert len(built.instructions) / 80 <= 23 and built.count("F2FP.*E4M3") > 0
+    signature = {"x": "*bf16", "codes": "*u8", "scales": "*fp32", "counts": "*i64", "skipped": "*i64"}
+    signature |= {"factors": "*fp32", "width": "i32"}
+    constants = {"EPSILON": 2.0**-7, "PART": 2048, "PARTS": 10, "CONVERTS": True, "PDL": arch >= 90}
+    for factors in (False, True):
+        constants |= {"SKIPS": not factors, "FACTORS": factors}
+        built = compiled(jit_fp8.quantize_row, signature, constants, arch, 8, enable_fp_fusion=False)
+        _sound(built, arch >= 90)
+        each = len(built.loop()) / 8 if factors else len(built.instructions) / 80  # the second of the two loops
+        assert each <= (26 if factors else 23) and built.count("F2FP.*E4M3") > 0
+        assert not factors or (built.registers <= 64 and built.loop())
+
+
+@pytest.mark.parametrize("arch", [arch for arch in CARDS if arch >= 89])
+def test_transposed_codes(arch: int) -> None:
+    """Loads and stores of whole vectors."""
+    from qerl_kernels import fp8, jit_fp8
+
+    signature = {"codes": "*u8", "out": "*u8", "rows": "i32", "width": "i32"}
+    built = compiled(jit_fp8.transpose, signature, {"TILE": fp8.TRANSPOSED}, arch, 8)
+    _sound(built)
+    vectors, all_of_them = ([built.count(rf"{one}{size}") for one in ("LDG", "STG")] for size in (r"\.\S*128", ""))
+    assert vectors == all_of_them == [4, 4] and len(built.instructions) / 64 <= 6
 
 
 @pytest.mark.parametrize("arch", [arch for arch in CARDS if arch >= 89])

@@ -381,12 +381,14 @@ def test_a_layer_multiplies_the_codes_of_what_the_reference_multiplies(place: st
             assert torch.equal(layer(x), reference(x))
 
 
+@pytest.mark.parametrize("gradients", ["bf16", "fp8"])
 def test_a_policy_multiplies_fp8_wherever_it_trains_and_samples(
-    make_policy: Any, make_experiment: Any, on_card: Any, stand_in: Any, place: str
+    gradients: str, make_policy: Any, make_experiment: Any, on_card: Any, stand_in: Any, place: str
 ) -> None:
     """In fused blocks and recorded steps, over one copy of the weights; and it is recorded."""
     options: Any = {"quant": "fp8", "width": 64, "adapted": True, "device": place}
-    reference, policy = (make_policy(*IN_FP8, f"kernel={kernel}", **options) for kernel in ("torch", "block"))
+    words = (*IN_FP8, f"train.gradients={gradients}")
+    reference, policy = (make_policy(*words, f"kernel={kernel}", **options) for kernel in ("torch", "block"))
     packed = [module for module in policy.model.modules() if isinstance(module, PackedLinear)]
     before, engine = _bytes(packed), make_experiment().engine
     assert engine.build(reference).record()["layers_in_fp8"] == 0
@@ -396,17 +398,63 @@ def test_a_policy_multiplies_fp8_wherever_it_trains_and_samples(
     assert engine.build(policy).record()["layers_in_fp8"] == 14 == len(packed)
     assert not any(map(kernels.rounds, packed)) and isinstance(policy.model.model.layers[0].forward, FusedBlock)
     ids, mask = torch.arange(24, device=place).reshape(2, 12) + 3, (torch.arange(12, device=place) > 0).expand(2, 12)
-    plain, found = (one.token_stats(ids, mask, 1.0).logprobs for one in (reference, policy))
-    wanted, gradients = (
-        torch.autograd.grad(y.sum(), one.trainable) for y, one in ((plain, reference), (found, policy))
-    )
-    assert (found - plain).abs().mean() < 0.02 and _far(gradients, wanted) < 0.1
+    plain = reference.token_stats(ids, mask, 1.0).logprobs
+    wanted = torch.autograd.grad(plain.sum(), reference.trainable)
+    if gradients == "fp8":
+        stand_in(PackedLinear, matmul_operand=lambda *_: pytest.fail("a weight was rebuilt"))
+    found = policy.token_stats(ids, mask, 1.0).logprobs
+    computed = torch.autograd.grad(found.sum(), policy.trainable)
+    assert (found - plain).abs().mean() < 0.02 and _far(computed, wanted) < 0.1
     stand_in(PackedLinear, matmul_operand=lambda *_: pytest.fail("a weight was rebuilt"))
     sampling = Sampling(samples=2, temperature=1.0, max_tokens=9, seed=0)
     with torch.inference_mode():
         Sampler(policy, Limits(rows=4, kept_gib=1.0)).decode(ids.tolist(), sampling, [*range(4)])
     assert _bytes(packed) == before and policy.rounding.take()[1] > 0
     assert len({layer._fp8_weight()[0].untyped_storage().data_ptr() for layer in packed}) == 8  # four of a block
+
+
+def test_the_gradient_of_an_input_is_made_of_rounded_ones(place: str) -> None:
+    """Of the definition, in FP64, and the adapter's gradients as they are; off where rounding is off."""
+    linear, spec = torch.nn.Linear(64, 48, dtype=BF16, device=place), symmetric("fp8", "row")
+    reference: Any = pack_linear("a", linear, spec)
+    layer: Any = pack_linear("a", linear, spec)
+    layer.rounding, reference.rounding = (Rounding("fp8", torch.device(place)) for _ in "12")
+    layer.use_fp8()
+    x, grad = (_x(10, size, dtype=BF16).to(place).requires_grad_(size == 64) for size in (64, 48))
+    packed = {name: tensor.double() for name, tensor in reference.packed().items()}
+    products = (grad.double() * packed["weight_scale"].t()).to(BF16)
+    codes = round_blocks(products, "fp8").double()  # in bfloat16, as the reference multiplies them
+    wanted = codes @ packed["weight"]
+    plain = torch.autograd.grad(reference(x), x, grad)[0]
+    for one in (layer, reference):
+        one.rounding.gradients = True
+        found = torch.autograd.grad(one(x), x, grad)[0]
+        assert found.dtype == BF16 and _far([found], [wanted]) < 0.004 < _far([found], [plain]) < 0.05
+        lost, numbers = one.rounding.take_gradients()
+        assert numbers == int((products != 0).sum()) and lost == int(((codes == 0) & (products != 0)).sum())
+        with one.rounding.off():
+            assert torch.equal(torch.autograd.grad(one(x), x, grad)[0], plain)
+        assert one.rounding.take_gradients() == (0, 0)
+    leaves = x, a, b = x, *(_x(*shape).to(place, BF16).requires_grad_() for shape in ((4, 64), (48, 4)))
+    apart = torch.autograd.grad(0.5 * (x @ a.t()) @ b.t(), leaves, grad)
+    found = torch.autograd.grad(layer(x, Adapter(a, b, 0.5)), leaves, grad)
+    assert _far(found, (wanted + apart[0], *apart[1:])) < 0.005
+    bad = grad.detach().clone()
+    bad[3, 5] = torch.nan
+    assert torch.autograd.grad(layer(x), x, bad)[0].isnan().all(-1).nonzero().tolist() == [[3]]
+
+
+@pytest.mark.parametrize("words", [(), ("rollout.merge=true", "train.merge=ste"), ("train.recompute=full",)])
+def test_rounded_gradients_train(
+    words: tuple[str, ...], make_config: Callable[..., Any], tmp_path: Path, no_figures: None
+) -> None:
+    in_fp8 = ("quant=fp8", "quant.activations=fp8", "model.hidden_size=64", *words)
+    plain, rounded = (
+        _run(make_config, tmp_path, name, *in_fp8, f"train.gradients={name}") for name in ("bf16", "fp8")
+    )
+    assert "gradients/underflow" not in plain[0] and 0 <= rounded[0]["gradients/underflow"] < 0.2
+    assert plain[0]["reward/mean"] == rounded[0]["reward/mean"]
+    assert plain[0]["grad_norm"] != rounded[0]["grad_norm"] == pytest.approx(plain[0]["grad_norm"], rel=0.1)
 
 
 @pytest.mark.parametrize(

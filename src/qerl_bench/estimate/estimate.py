@@ -25,6 +25,7 @@ COVERED: dict[str, tuple[tuple[Any, ...], str]] = {  # the values with committed
     "rollout.merge": ((False,), NOT_TIMED),
     "algo.max_resampling_rounds": ((0,), "it samples as often as it has to"),
     "train.updates_per_batch": ((1,), NOT_TIMED),
+    "train.gradients": (("bf16",), NOT_TIMED),
     "eval.name": (("task", "quick", "paper", "none"), NOT_TIMED),
 }
 FAR = 2.0  # from the nearest measured setting, in factors of two: what is farther is named

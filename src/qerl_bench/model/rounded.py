@@ -27,6 +27,8 @@ def take_counts(policy: Policy, sampling: bool = False) -> Counts:
     counts: dict[str, tuple[int, int]] = {}
     if policy.rounding is not None:
         counts["activations/underflow"] = policy.rounding.take()
+        if policy.rounding.gradients and not sampling:
+            counts["gradients/underflow"] = policy.rounding.take_gradients()
     kinds, kv = policy.kv.kinds, policy.kv.take()
     if (kinds.rollout if sampling else kinds.train) != NOT_ROUNDED:
         counts |= kv

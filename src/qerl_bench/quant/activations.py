@@ -17,11 +17,12 @@ import torch
 
 from qerl_bench.quant.base import NOT_ROUNDED
 from qerl_bench.quant.experts import PackedExperts
-from qerl_bench.quant.linear import PackedLinear
+from qerl_bench.quant.linear import FP8_BUFFERS, PackedLinear
+from qerl_bench.quant.packed_weight import stored
 from qerl_bench.quant.symmetric import FP8
 from qerl_core.checks import require
 from qerl_kernels.activations import round_rows
-from qerl_kernels.fp8 import quantize, why_not
+from qerl_kernels.fp8 import input_gradient, quantize, why_not
 
 log = logging.getLogger(__name__)
 REASON = "the inputs of packed layers are rounded"  # why a fused path of training is not taken
@@ -30,12 +31,12 @@ REASON = "the inputs of packed layers are rounded"  # why a fused path of traini
 class Rounding:
     """Rounds inputs x (..., K) to the format `kind`, straight-through, and counts what becomes zero.
 
-    One kernel does both if `fused`, where it can run.
+    One kernel does both if `fused`, where it can run. With `gradients` those of outputs are rounded too, in kind fp8.
     """
 
     def __init__(self, kind: str, device: torch.device) -> None:
-        self.kind, self.on, self.fused = kind, True, True
-        self.counts = torch.zeros(2, dtype=torch.long, device=device)
+        self.kind, self.on, self.fused, self.gradients = kind, True, True, False
+        self.counts, self.gradient_counts = (torch.zeros(2, dtype=torch.long, device=device) for _ in range(2))
         self.skipped: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,6 +48,12 @@ class Rounding:
     def codes(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What x (M, K) is rounded to, in kind fp8: `fp8.quantize`."""
         return quantize(x, self.counts, self.fused, self.skipped)
+
+    def input_gradient(self, layer: PackedLinear, gradient: torch.Tensor) -> torch.Tensor:
+        """dX (M, K) of dY (M, N) of a layer in FP8: `fp8.input_gradient`."""
+        packed = stored(layer) if layer.multiplies_fp8 else layer.packed()
+        multiplies = layer.multiplies_fp8 and gradient.dtype == torch.bfloat16
+        return input_gradient(gradient, *map(packed.__getitem__, FP8_BUFFERS), self.gradient_counts, multiplies)
 
     @contextmanager
     def skipping(self, rows: torch.Tensor) -> Iterator[None]:
@@ -68,9 +75,17 @@ class Rounding:
 
     def take(self) -> tuple[int, int]:
         """How many inputs became zero, of how many that were not, since the last call. Waits for the device."""
-        lost, inputs = self.counts.tolist()
-        self.counts.zero_()
-        return lost, inputs
+        return _taken(self.counts)
+
+    def take_gradients(self) -> tuple[int, int]:
+        """The same of gradients of outputs."""
+        return _taken(self.gradient_counts)
+
+
+def _taken(counts: torch.Tensor) -> tuple[int, int]:
+    lost, numbers = counts.tolist()
+    counts.zero_()
+    return lost, numbers
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -202,7 +203,7 @@ class PackedLinear(torch.nn.Linear):
         single = isinstance(adapter, Adapter) and not torch.is_grad_enabled()
         if self.multiplies_fp8 and input.dtype == torch.bfloat16:
             here = None if single else adapter
-            y = packed_linear(input, self.matmul_operand, self.row_scales, self.bias, here, self._multiply_fp8)
+            y = packed_linear(input, self.matmul_operand, self.row_scales, self.bias, here, self._multiply_fp8, self._gradient())
         else:
             assert single or not adapter  # training applies it by PEFT
             y = self._multiply(self.rounding(input), None)
@@ -228,7 +229,12 @@ class PackedLinear(torch.nn.Linear):
             few = decode.pays(kernel_weight, len(tokens), input.dtype, at_hand=self._kept is not None)
             if few and (adapter is None or isinstance(adapter, Adapter)):
                 return self._decode_gemm(kernel_weight, tokens, adapter).view(*input.shape[:-1], self.out_features)
-        return packed_linear(input, self.matmul_operand, self.row_scales, self.bias, adapter)
+        return packed_linear(input, self.matmul_operand, self.row_scales, self.bias, adapter, None, self._gradient())
+
+    def _gradient(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What takes the place of dY W."""
+        rounds = self.rounding is not None and self.rounding.on and self.rounding.gradients
+        return partial(self.rounding.input_gradient, self) if rounds else None
 
     def _decode_gemm(self, weight: layout.KernelWeight, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
         """x (M, K) of a few tokens to (M, N), straight from the packed weight."""

@@ -106,6 +106,7 @@ class TrainSpec:
     updates_per_batch: int
     kv: str
     merge: str
+    gradients: str
     micro_batch_tokens: int | None
     packing: bool
     recompute: str
@@ -124,6 +125,7 @@ class TrainSpec:
             updates_per_batch=at_most(MAX_UPDATES, count()),
             kv=one_of(*KEYS_AND_VALUES),
             merge=one_of("none", "ste"),
+            gradients=one_of("bf16", "fp8"),
             micro_batch_tokens=optional(count()),
             packing=flag,
             recompute=one_of("none", "selective", "full"),

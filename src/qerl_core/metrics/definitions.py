@@ -90,6 +90,11 @@ ACTIVATIONS = {  # with quant.activations or rollout.activations other than none
     ),
     "activations/underflow_rollout": Metric("share", "the same while sampling; of several GPUs the one with most"),
 }
+GRADIENTS = {  # with train.gradients=fp8
+    "gradients/underflow": Metric(
+        "share", "gradients of outputs of packed layers, not zero themselves, that are rounded to zero"
+    ),
+}
 KEYS_VALUES = {  # with train.kv, and with rollout.kv
     f"kv/{name}{suffix}": Metric("share", f"{definition} {when}")
     for suffix, when in (("", "in passes of training"), ("_rollout", "while sampling; of several GPUs the most"))
@@ -286,6 +291,7 @@ TABLES = {  # what makes a run write them: the metrics
     "`eval=lm_eval eval.protocol=standard`": LM_EVAL,
     "Copy of the weights (`engine=vllm`)": WEIGHT_SYNC,
     "Rounded inputs of packed layers (`quant.activations`, `rollout.activations`)": ACTIVATIONS,
+    "Rounded gradients (`train.gradients`)": GRADIENTS,
     "Rounded keys and values (`train.kv`, `rollout.kv`)": KEYS_VALUES,
     "Base and adapter rounded together while sampling (`rollout.merge`)": MERGED,
     "Sampling with an earlier adapter (`rollout.lag` above 0)": LAGGED,

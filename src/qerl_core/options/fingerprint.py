@@ -43,6 +43,7 @@ ADDED_LATER: dict[str, Any] = {  # with what earlier runs did; these keys have a
     "rollout.lag": 0,
     "train.kv": "none",
     "train.merge": "none",
+    "train.gradients": "bf16",
     "kl.every": 0,
     **{
         f"{group}.{key}": value

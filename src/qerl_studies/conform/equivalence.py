@@ -27,7 +27,7 @@ WITHIN, OUTSIDE = 0.025, 0.05  # levels: one-sided of each of the two tests, two
 POWER = 0.9  # of each one-sided test, so that both hold in at least 80 % of studies whose true difference is 0
 FACTOR = (  # keys in which an arm may differ from its BF16 counterpart: how numbers are stored, noise, and its remedy
     *("quant.", "quantizer.", "aqn.", "noise.", "importance_sampling."),
-    *("rollout.quant", "rollout.activations", "rollout.merge", "train.merge", "eval.quant", "arm."),
+    *("rollout.quant", "rollout.activations", "rollout.merge", "train.merge", "train.gradients", "eval.quant", "arm."),
 )
 PLACES = ("model.", "task.", "device", "class")  # whether these agree with the reference is asked otherwise
 

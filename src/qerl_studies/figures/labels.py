@@ -26,6 +26,7 @@ DETAILS = {
     "eval.kv": "answered with keys and values {}",
     "rollout.merge": "merged in sampler: {}",
     "train.merge": "merged in trainer: {}",
+    "train.gradients": "gradients {}",
     "rollout.lag": "lag {}",
     "quantizer.name": "{}",
     "lora.rank": "rank {}",
