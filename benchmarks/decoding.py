@@ -6,8 +6,8 @@
 Steps replayed as CUDA graphs are compared with sampling through transformers in the same process. A model whose step
 the engine cannot record is sampled through transformers alone. `resident_gib` is what model and adapter take,
 `matmuls` the kernels of its layers. A router with random weights spreads its tokens evenly over the experts; a trained
-one prefers some, and then a step reads fewer weights. Unlike the other benches this one needs the whole project. Without
-a GPU it shows only that it runs.
+one prefers some, and then a step reads fewer weights. Unlike the other benches this one needs the whole project.
+Without a GPU it shows only that it runs.
 
 Batches of equal length: --group completions of each prompt, at most as many as the batch. Decode tokens/s are those of
 steps alone: a rollout of one token is subtracted, which reads the prompts. Ragged rollouts: so many completions of

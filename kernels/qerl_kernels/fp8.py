@@ -61,7 +61,8 @@ def quantize(
         x, codes.view(torch.uint8), scales, counts, counts if skipped is None else skipped,
         scales if factors is None else factors, width,
         EPSILON=torch.finfo(x.dtype if factors is None else torch.bfloat16).eps, PART=part, PARTS=-(-width // part),
-        SKIPS=skipped is not None, FACTORS=factors is not None, CONVERTS=x.is_cuda, num_warps=warps, enable_fp_fusion=False, **overlapping(x.device),
+        SKIPS=skipped is not None, FACTORS=factors is not None, CONVERTS=x.is_cuda, num_warps=warps,
+        enable_fp_fusion=False, **overlapping(x.device),
     )  # fmt: skip
     return codes, scales
 
@@ -76,9 +77,7 @@ def multiply(
     return scaled(x, weight.t(), x_scales, scales.t(), added, out_dtype=torch.bfloat16, use_fast_accum=fast_sums)
 
 
-def dequantize(
-    weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, fused: bool = True
-) -> torch.Tensor:
+def dequantize(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, fused: bool = True) -> torch.Tensor:
     """Code x scale of W (N, K) and FP32 scales (N, 1), rounded once to `dtype`, in the scratch buffer.
 
     One kernel does it if `fused`, on a GPU, to bfloat16: PyTorch's own conversion of E4M3 took ten times as long.

@@ -99,12 +99,16 @@ def quantize_row(
             zeros += zero
             zero_codes += zero_code
     tl.store(scales + row, unit)
-    counted = True
+    # The first program counts all inputs, and each takes off what does not count of its row: atomic additions to one
+    # address follow each other, and most rows have nothing to add.
+    padded_zeros = tl.sum(zeros, 0)
+    lost, uncounted = tl.sum(zero_codes, 0) - padded_zeros, padded_zeros - (PART * PARTS - width)
     if SKIPS:
         counted = tl.load(skipped + row) == 0
-    padded_zeros = tl.sum(zeros, 0)
-    tl.atomic_add(counts, (tl.sum(zero_codes, 0) - padded_zeros).to(tl.int64), mask=counted)
-    tl.atomic_add(counts + 1, (PART * PARTS - padded_zeros).to(tl.int64), mask=counted)
+        lost, uncounted = tl.where(counted, lost, 0), tl.where(counted, uncounted, width)
+    inputs = tl.where(row == 0, tl.num_programs(0).to(tl.int64) * width, 0) - uncounted
+    tl.atomic_add(counts, lost.to(tl.int64), mask=lost != 0)
+    tl.atomic_add(counts + 1, inputs, mask=inputs != 0)
 
 
 @triton.jit

@@ -125,9 +125,7 @@ def test_codes_of_fp8_with_factors_are_those_of_the_reference(device: str, width
         finite = (x.float() * factors).isfinite().all(-1)
         for place, fused in ((device, True), ("cpu", False)):
             counts = torch.tensor([5, 7], device=place)
-            codes, scales = (
-                one.cpu() for one in fp8.quantize(x.to(place), counts, fused, factors=factors.to(place))
-            )
+            codes, scales = (one.cpu() for one in fp8.quantize(x.to(place), counts, fused, factors=factors.to(place)))
             assert torch.equal(codes.float().isnan().any(-1) | scales[:, 0].isnan(), ~finite)
             found.append([one[finite].tolist() for one in (codes.view(torch.uint8), scales.view(torch.int32))])
         assert found[0] == found[1]

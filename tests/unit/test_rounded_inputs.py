@@ -449,9 +449,7 @@ def test_rounded_gradients_train(
     words: tuple[str, ...], make_config: Callable[..., Any], tmp_path: Path, no_figures: None
 ) -> None:
     in_fp8 = ("quant=fp8", "quant.activations=fp8", "model.hidden_size=64", *words)
-    plain, rounded = (
-        _run(make_config, tmp_path, name, *in_fp8, f"train.gradients={name}") for name in ("bf16", "fp8")
-    )
+    plain, rounded = (_run(make_config, tmp_path, name, *in_fp8, f"train.gradients={name}") for name in ("bf16", "fp8"))
     assert "gradients/underflow" not in plain[0] and 0 <= rounded[0]["gradients/underflow"] < 0.2
     assert plain[0]["reward/mean"] == rounded[0]["reward/mean"]
     assert plain[0]["grad_norm"] != rounded[0]["grad_norm"] == pytest.approx(plain[0]["grad_norm"], rel=0.1)

@@ -202,8 +202,8 @@ class PackedLinear(torch.nn.Linear):
             return self._multiply(input, adapter)
         single = isinstance(adapter, Adapter) and not torch.is_grad_enabled()
         if self.multiplies_fp8 and input.dtype == torch.bfloat16:
-            here = None if single else adapter
-            y = packed_linear(input, self.matmul_operand, self.row_scales, self.bias, here, self._multiply_fp8, self._gradient())
+            own = self.bias, None if single else adapter, self._multiply_fp8, self._gradient()
+            y = packed_linear(input, self.matmul_operand, self.row_scales, *own)
         else:
             assert single or not adapter  # training applies it by PEFT
             y = self._multiply(self.rounding(input), None)

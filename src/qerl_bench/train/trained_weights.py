@@ -47,8 +47,8 @@ def check_trained_weights(
     in_fp8 = (quant.name, quant.activations, getattr(quant, "block", None)) == ("fp8", "fp8", "row")
     require(
         train.gradients == "bf16" or in_fp8,
-        f"train.gradients={train.gradients} multiplies rounded gradients by weights in FP8 with a scale for each row, and "
-        f"quant={quant.name} quant.activations={quant.activations} has others. Use quant=fp8 quant.block=row "
+        f"train.gradients={train.gradients} multiplies rounded gradients by weights in FP8 with a scale for each row, "
+        f"and quant={quant.name} quant.activations={quant.activations} has others. Use quant=fp8 quant.block=row "
         "quant.activations=fp8, or train.gradients=bf16",
     )
     require(
