@@ -85,15 +85,9 @@ ENGINE_HF = {  # with engine=hf on a GPU, if it decodes from CUDA graphs
     "memory/cache_used_gib": Metric("GiB", "keys and values: the most pages that held some at a time"),
 }
 ACTIVATIONS = {  # with quant.activations or rollout.activations other than none
-    "activations/underflow": Metric(
-        "share", "inputs of packed layers, not zero themselves, that are rounded to zero, in the passes of training"
-    ),
+    "activations/underflow": Metric("share", "inputs of packed layers, not zero, that training passes round to zero"),
     "activations/underflow_rollout": Metric("share", "the same while sampling; of several GPUs the one with most"),
-}
-GRADIENTS = {  # with train.gradients=fp8
-    "gradients/underflow": Metric(
-        "share", "gradients of outputs of packed layers, not zero themselves, that are rounded to zero"
-    ),
+    "gradients/underflow": Metric("share", "the same of gradients of their outputs; with `train.gradients=fp8`"),
 }
 KEYS_VALUES = {  # with train.kv, and with rollout.kv
     f"kv/{name}{suffix}": Metric("share", f"{definition} {when}")
@@ -291,7 +285,6 @@ TABLES = {  # what makes a run write them: the metrics
     "`eval=lm_eval eval.protocol=standard`": LM_EVAL,
     "Copy of the weights (`engine=vllm`)": WEIGHT_SYNC,
     "Rounded inputs of packed layers (`quant.activations`, `rollout.activations`)": ACTIVATIONS,
-    "Rounded gradients (`train.gradients`)": GRADIENTS,
     "Rounded keys and values (`train.kv`, `rollout.kv`)": KEYS_VALUES,
     "Base and adapter rounded together while sampling (`rollout.merge`)": MERGED,
     "Sampling with an earlier adapter (`rollout.lag` above 0)": LAGGED,
