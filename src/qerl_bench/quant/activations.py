@@ -52,8 +52,9 @@ class Rounding:
     def input_gradient(self, layer: PackedLinear, gradient: torch.Tensor) -> torch.Tensor:
         """dX (M, K) of dY (M, N) of a layer in FP8: `fp8.input_gradient`."""
         packed = stored(layer) if layer.multiplies_fp8 else layer.packed()
+        codes, scales = map(packed.__getitem__, FP8_BUFFERS)
         multiplies = layer.multiplies_fp8 and gradient.dtype == torch.bfloat16
-        return input_gradient(gradient, *map(packed.__getitem__, FP8_BUFFERS), self.gradient_counts, multiplies)
+        return input_gradient(gradient, codes, scales, self.gradient_counts, multiplies)
 
     @contextmanager
     def skipping(self, rows: torch.Tensor) -> Iterator[None]:

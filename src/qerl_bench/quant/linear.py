@@ -233,8 +233,8 @@ class PackedLinear(torch.nn.Linear):
 
     def _gradient(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """What takes the place of dY W."""
-        rounds = self.rounding is not None and self.rounding.on and self.rounding.gradients
-        return partial(self.rounding.input_gradient, self) if rounds else None
+        rounding = self.rounding
+        return partial(rounding.input_gradient, self) if rounding and rounding.on and rounding.gradients else None
 
     def _decode_gemm(self, weight: layout.KernelWeight, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
         """x (M, K) of a few tokens to (M, N), straight from the packed weight."""
