@@ -45,7 +45,7 @@ DECODE = {
     for kernel, tokens in MOST_TOKENS.items()
 }
 CUBLAS = "cublas"
-SCALED = "fp8 by fp8 (scaled_mm), dequantize + cublas for gradients"
+SCALED = "fp8 by fp8 (scaled_mm), for gradients with train.gradients=fp8, dequantize + cublas otherwise"
 BITSANDBYTES = "bitsandbytes matmul_4bit"
 
 

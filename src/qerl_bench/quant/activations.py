@@ -1,9 +1,9 @@
-"""Rounding the inputs of packed layers: `quant.activations` and `rollout.activations`.
+"""Rounding the inputs of packed layers: `quant.activations`, `rollout.activations`, and gradients, `train.gradients`.
 
 A layer multiplies its packed weight by the rounded input; the adapter reads the input as it is, and gradients pass
-straight through. Fused paths of training know nothing of it, so there blocks run the modules of transformers and PEFT,
-unless a card multiplies FP8 by FP8; recorded sampling rounds. Left out: experts, which are refused, and the head, which
-is not packed.
+straight through, unless they are rounded themselves. Fused paths of training know nothing of it, so there blocks run
+the modules of transformers and PEFT, unless a card multiplies FP8 by FP8; recorded sampling rounds. Left out: experts,
+which are refused, and the head, which is not packed.
 """
 
 from __future__ import annotations
