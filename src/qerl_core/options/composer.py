@@ -23,6 +23,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.config_source import ConfigResult
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from qerl_core.checks import ConfigError, require
@@ -203,6 +204,10 @@ def _composed(choices: tuple[str, ...]) -> tuple[bytes, RuntimeConf]:
     with open_dict(cfg):
         hydra = cfg.pop("hydra")
     refuse_unusable(hydra)
+    require(
+        hydra.mode != RunMode.MULTIRUN,
+        "hydra.mode=MULTIRUN would make a sweep of each run, again and again: leave it out, and add -m to make one",
+    )
     user_options.use(search_folders(hydra.runtime))
     check_option_names(cfg, hydra.runtime)
     return pickle.dumps(cfg), hydra.runtime
