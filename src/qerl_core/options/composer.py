@@ -27,6 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from qerl_core.checks import ConfigError, require
+from qerl_core.file_state import State, file_state
 from qerl_core.options import user_options
 from qerl_core.options.files import options_of, plain_keys
 from qerl_core.options.fingerprint import fingerprint, flat
@@ -82,13 +83,12 @@ class ReadOnce(ConfigRepository):
         return pickle.loads(self._read[config_path, places])
 
 
-def _state(file: Path) -> tuple[int, ...]:
+def _state(file: Path) -> State:
     """What changes with a file; nothing where there is none, as in a package."""
     try:
-        state = file.stat()
+        return file_state(file)
     except OSError:
         return ()
-    return state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
 
 
 @contextmanager
@@ -238,9 +238,11 @@ def _names(override: Override) -> bool:
     Hydra fails for lists of anything else, and an empty mapping changes nothing without a word.
     """
     value: object = None if override.is_sweep_override() else override.value()
-    if not (isinstance(value, list) or value == {}) or not (CONF_DIR / override.key_or_group).is_dir():
+    if not (CONF_DIR / override.key_or_group).is_dir():
         return True
-    return value not in ([], {}) and all(isinstance(one, str) for one in value)
+    if not isinstance(value, list):
+        return value != {}
+    return value != [] and all(isinstance(one, str) for one in value)
 
 
 def _is_choice(override: Override) -> bool:
