@@ -27,7 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from qerl_core.checks import ConfigError, require
-from qerl_core.file_state import State, file_state
+from qerl_core.file_state import FileState, file_state
 from qerl_core.options import user_options
 from qerl_core.options.files import options_of, plain_keys
 from qerl_core.options.fingerprint import fingerprint, flat
@@ -83,12 +83,12 @@ class ReadOnce(ConfigRepository):
         return pickle.loads(self._read[config_path, places])
 
 
-def _state(file: Path) -> State:
+def _state(file: Path) -> FileState | None:
     """What changes with a file; nothing where there is none, as in a package."""
     try:
         return file_state(file)
     except OSError:
-        return ()
+        return None
 
 
 @contextmanager
