@@ -16,6 +16,7 @@ import pandas as pd
 from qerl_bench.eval import formats
 from qerl_bench.eval.base import Evaluation, Evaluator, Score, metrics_of
 from qerl_bench.eval.record import record_evaluation
+from qerl_bench.eval.task import GreedyEvaluation, SampledEvaluation, TaskEvaluation
 from qerl_bench.eval.untrained import evaluation_of, key_of_untrained
 from qerl_bench.eval.validation import metrics_of_validation, reduced
 from qerl_bench.experiment_spec import Experiment
@@ -50,7 +51,7 @@ def evaluate_policy(
 def evaluate_untrained(setup: Setup) -> Evaluation | None:
     """`evaluate_policy` before any training; what it gave before, if an equal policy was asked the same.
 
-    Of runs that ask the same at one time, one asks and the others wait.
+    Of runs that ask the same at one time, one asks and the others wait. Runs with other seeds share greedy answers.
     """
     experiment, policy, world = setup.experiment, setup.policy, setup.world
     folder = Path(experiment.root) / "cache" / "evaluations"
@@ -64,10 +65,30 @@ def evaluate_untrained(setup: Setup) -> Evaluation | None:
                 "evaluated before, with equal weights, questions, options, code and card: the answers are in %s", folder
             )
             return earlier
-        evaluation = evaluate_policy(setup, experiment.eval)
+        evaluation = _asked_now(setup, key, folder / "greedy")
         if world.first and evaluation is not None and setup.state.shortages.limits.value is None:
             remember(key, asdict(evaluation), folder)
         return evaluation
+
+
+def _asked_now(setup: Setup, key: Mapping[str, Any] | None, folder: Path) -> Evaluation | None:
+    """`evaluate_policy`, but for greedy answers that a run with another seed has kept in `folder`: none draws them."""
+    experiment, world, evaluator = setup.experiment, setup.world, setup.experiment.eval
+    if key is None or not isinstance(evaluator, TaskEvaluation) or evaluator.top_p < 1:
+        return evaluate_policy(setup, evaluator)  # below 1 the greedy ones are compared with the trainer each time
+    key = {**key, "options": {name: value for name, value in key["options"].items() if name != "seed"}}
+    greedily = GreedyEvaluation(**vars(evaluator))
+    known = world.from_first(lambda: recall(key, folder))
+    if (greedy := evaluation_of(known, greedily, experiment.task)) is not None:
+        log.info("greedy answers are those of a run with another seed, in %s", folder)
+        asked = evaluate_policy(setup, SampledEvaluation(**vars(evaluator)))
+        assert asked is not None
+        return replace(asked, scores=greedy.scores + asked.scores, samples=greedy.samples + asked.samples)
+    evaluation = evaluate_policy(setup, evaluator)
+    if world.first and evaluation is not None and setup.state.shortages.limits.value is None:
+        rows = [row for row in evaluation.samples if row["mode"] == "greedy"]
+        remember(key, asdict(Evaluation(scores=greedily.scores(rows, len(rows)), samples=rows)), folder)
+    return evaluation
 
 
 def evaluate(setup: Setup, step: int, known: Mapping[str, Any] | None = None, untrained: bool = False) -> list[Score]:

@@ -1,10 +1,11 @@
-"""The pages of parts 5 and 7 of the fair test, as nf4/protocol.md and ranks/protocol.md say them, before their data.
+"""The pages of parts 5, 6 and 7 of the fair test, as the protocols in nf4, full and ranks say them, before their data.
 
     python studies/fair-2026/beside_parts.py
 
 Arms of these parts are compared with those that another part trained on the same copies in the same session. Reads
-nf4/SIZE/data/SESSION and ranks/data/SESSION, and the data of parts 2 and 8, what `qerl-bench study ... out=` packed;
-writes nf4/results/words.md and ranks/results/words.md. Runs are read, and contrasts fitted, as those of part 2.
+nf4/SIZE/data/SESSION, full/data/SESSION and ranks/data/SESSION, and the data of parts 2 and 8, what
+`qerl-bench study ... out=` packed; writes results/words.md of each. Runs are read, and contrasts fitted, as those of
+part 2.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any
 
 import pandas as pd
 from mechanism import FORMATS, MARGIN, read
-from rates import SHARES, levels, numbers_of, require_whole, table_of
-from rates_analysis.contrasts import Asked, Contrast, effect, minus, tested
+from rates import FORMATS as OF_RATES
+from rates import HERE as RATES_PART
+from rates import SHARES, is_whole, levels, numbers_of, read_size, require_whole, table_of
+from rates_analysis.contrasts import RATES, Asked, Contrast, effect, minus, own_best, tested
 
 from qerl_core.exits import guarded
 from qerl_core.options import user_options
@@ -27,7 +30,8 @@ from qerl_studies.report.probe_page import points
 from qerl_studies.tables.markdown import markdown_table
 
 STUDY = Path(__file__).resolve().parent
-OWN = FORMATS | {"nf4": "nf4", "rank-16": "nvfp4", "rank-64": "nvfp4"}  # the format that an arm answers in
+OWN = FORMATS | {"nf4": "nf4", "rank-16": "nvfp4", "rank-64": "nvfp4", "full": "bf16"}  # the format it answers in
+OWN |= {f"{kind}-{rate}": form for kind, form in OF_RATES.items() for rate in RATES}
 NF4_FIRST: Asked = {"nf4 - nvfp4": (minus("nf4", "nvfp4"), "late"), "nf4 - bf16": (minus("nf4", "bf16"), "late")}
 NF4_SECOND: Asked = {"nf4 - nvfp4, both in BF16": (minus("nf4", "nvfp4"), "sampled in bf16")}
 PAIRS = (("rank-64", "rank-16"), ("rank-16", "nvfp4"), ("rank-64", "nvfp4"))
@@ -53,13 +57,26 @@ NF4 = {
     "0.5B": Pairing(STUDY / "nf4" / "05b", STUDY / "mechanism", {"nvfp4": "nvfp4", "bf16": "bf16"}),
     "1.5B": Pairing(STUDY / "nf4" / "15b", STUDY / "rates" / "15b", {"nvfp4": "nvfp4-2e-4", "bf16": "bf16-2e-4"}),
 }
+TRAINED = ("nvfp4", "four-six", "bf16")  # arms of part 2, at two rates
+OF_FULL = Pairing(
+    STUDY / "full",
+    STUDY / "rates" / "15b",
+    {f"{kind}-{rate}": f"{kind}-{rate}" for kind in TRAINED for rate in RATES},
+)
+FULL_COPIES = 6
+FULL_SAYS = {
+    "lower": "LoRA in NVFP4 ends below full training",
+    "higher": "LoRA in NVFP4 ends above full training",
+    SAME: "LoRA in NVFP4 matches full training, as the paper says",
+}
 OF_RANKS = Pairing(STUDY / "ranks", STUDY / "mechanism", {"nvfp4": "nvfp4"})
 
 
 def main(arguments: list[str] | None = None) -> None:
     KeyValueParser(__doc__).parse_args(arguments)
     user_options.use([STUDY / "conf"])
-    for name, page in (("nf4", nf4_page(NF4)), ("ranks", ranks_page(OF_RANKS))):
+    pages = {"nf4": nf4_page(NF4), "full": full_page(OF_FULL, RATES_PART / "data"), "ranks": ranks_page(OF_RANKS)}
+    for name, page in pages.items():
         (STUDY / name / "results").mkdir(exist_ok=True)
         write_atomically(STUDY / name / "results" / "words.md", page)
         print(STUDY / name / "results" / "words.md")
@@ -81,7 +98,7 @@ def rows_of(pairing: Pairing) -> tuple[Any, list[int]]:
         require_whole(pairing.design.name, there)
         for (arm, _, _), run in there.items():
             row = {"arm": arm, "copy": copy, "session": run.path.parent.name}
-            rows.append(row | numbers_of(OWN[arm], run))
+            rows.append(row | numbers_of(OWN[arm], run, others=arm != "full"))
     return pd.DataFrame(rows), lacking
 
 
@@ -104,6 +121,37 @@ def nf4_words(rows: Any) -> list[str]:
     said = NF4_SAYS.get(first["nf4 - nvfp4"].word, "Which of the two ends higher is not decided")
     second = tested(rows, NF4_SECOND, MARGIN)
     return [table_of(first), f"**{said}.**", "### What learning costs", table_of(second), *shown(rows)]
+
+
+def full_page(pairing: Pairing, data: Path) -> str:
+    """`data` are those of part 2, whose eight copies say which rate is each arm's own best."""
+    parts = [
+        "# Does LoRA in NVFP4 equal full training? The protocol's words",
+        "Brackets are 95 % intervals; differences are points.",
+    ]
+    (rows, lacking), part_2 = rows_of(pairing), read_size("1.5B", data)
+    if not lacking and not is_whole(part_2, False):
+        lacking = [int(name.split()[0]) for name in part_2.left_out]
+    best = () if lacking else tuple(own_best(part_2.rows, kind) for kind in TRAINED)
+    return "\n\n".join([*parts, *(not_whole(lacking) or full_words(rows, *best))]) + "\n"
+
+
+def full_words(rows: Any, nvfp4: str, four_six: str, bf16: str) -> list[str]:
+    """What the page says; the arms are those of part 2 at their own best rates."""
+    main, late = f"{four_six} - full", "late"
+    first = tested(
+        rows,
+        {main: (minus(four_six, "full"), late), f"{nvfp4} - full": (minus(nvfp4, "full"), late)},
+        MARGIN,
+        FULL_COPIES,
+    )
+    asked: Asked = {
+        f"{bf16} - full": (minus(bf16, "full"), late),
+        f"{four_six} - full, both in BF16": (minus(four_six, "full"), "sampled in bf16"),
+    }
+    said = FULL_SAYS.get(first[main].word, "Whether LoRA in NVFP4 matches full training is not decided")
+    second = table_of(tested(rows, asked, MARGIN, FULL_COPIES))
+    return [table_of(first), f"**{said}.**", "### LoRA by itself, and what learning costs", second, *shown(rows)]
 
 
 def ranks_page(pairing: Pairing) -> str:

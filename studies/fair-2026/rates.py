@@ -148,11 +148,15 @@ def require_whole(name: str, runs: Mapping[tuple[str, int, int], Run]) -> None:
         require(len(pairs) == len(dict(pairs)), f"{name} has {what}: {sorted(pairs)}; leave one out")
 
 
-def numbers_of(own: str, run: Run) -> dict[str, float]:
-    """What is compared of a run in the format `own`: shares of answers, rewards, the logarithm of entropy in nats."""
+def numbers_of(own: str, run: Run, others: bool = True) -> dict[str, float]:
+    """What is compared of a run in the format `own`: shares of answers, rewards, the logarithm of entropy in nats.
+
+    Without `others` it has answered in no other format.
+    """
     asked = {
         name: at(run, f"eval/{'' if form == own else f'in/{form}/'}lenient_{mode}", LATE[-1])
         for name, (mode, form) in ASKED.items()
+        if others or form == own
     }
     series = {name: run.series("train", name) for name in TRAINED}
     lacking = [name for name, values in series.items() if len(values) != LATE[-1]]

@@ -50,24 +50,19 @@ SHARED = ("paper/bigmath", "paper/gsm8k", "paper/speed")  # what other studies h
 PROGRAM = """
 import gc, json, sys
 gc.disable()  # a fifth of the time, and nothing here is large
-from hydra import compose as hydra_compose, initialize_config_dir
+from hydra import compose as hydra_compose
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from qerl_core.options.composer import HYDRA_DEFAULTS, Composer, ReadOnce
+from qerl_core.options.composer import Composer, reading_once
 from qerl_bench.config import build
-from qerl_core.process.installation import CONF_DIR
 import tests.quick_compose
 
-composer, read = Composer(), {}
+composer = Composer()
 composed = {"studies": {}, "configs": {}}
 for study in json.load(sys.stdin):
     chosen = f"experiment={study}"
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS):
-        loader = GlobalHydra.instance().config_loader()
-        loader.repository = ReadOnce(loader.repository, read)
+    with reading_once():
         swept = hydra_compose("run", [chosen], return_hydra_config=True).hydra.sweeper.params or {}
     words = OverridesParser.create().parse_overrides([*(f"{key}={swept[key]}" for key in swept), chosen])
     (points,) = BasicSweeper.split_arguments(words, max_batch_size=None)

@@ -128,8 +128,8 @@ def write_modules(path: Path) -> None:
 
     run = command.run
 
-    def then(world: World) -> None:
-        run(world)
+    def then(world: World, single: bool) -> None:
+        run(world, single)
         path.write_text("\n".join(sys.modules))
 
     command.run = then

@@ -36,8 +36,9 @@ with hidden_packages():
     import tests.unchanging  # noqa: F401
     from qerl_bench.config import build, compose
     from qerl_bench.model_setup import build_policy
+    from tests.parallel.threads import one_thread
 
-    torch.set_num_threads(1)  # threads do not outlive a fork
+    one_thread()
     policy = build_policy(build(compose(["experiment=smoke", "device=cpu", "quant=nvfp4", "aqn=exp"])), None, "cpu")
     ids = torch.ones(1, 4, dtype=torch.long)
     with torch.no_grad():

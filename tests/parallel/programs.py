@@ -18,11 +18,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import Lock, Thread
 
-import torch
-
 import qerl_studies.figures.run as figures
 from qerl_core.process.children import PARENT
 from tests.parallel.ranks import finish, forkserver
+from tests.parallel.threads import one_thread
 
 UNDRAWN = (
     "RUNS_OF_TESTS_DRAW_NOTHING"  # set in the environment of either: figures take longer than steps of a tiny model
@@ -105,7 +104,7 @@ def _program(
     if streams[3:]:
         os.environ[PARENT] = str(os.dup(streams[3].fileno()))
     sys.executable = python
-    torch.set_num_threads(1)
+    one_thread()
     if UNDRAWN in environment:
         figures.run_figures = lambda folder: None
     module, sys.argv = (words[1], words[1:]) if words[0] == "-m" else (None, words)

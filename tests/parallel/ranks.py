@@ -65,10 +65,9 @@ def forkserver() -> ForkServerContext:
 
 
 def _rank(rank: int, size: int, port: int, words: list[str], output: Path, sabotage: Sabotage | None) -> None:
-    import torch
-
     import qerl_studies.figures.run as figures
     from qerl_bench.__main__ import main
+    from tests.parallel.threads import one_thread
 
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for stream in (1, 2):
@@ -77,7 +76,7 @@ def _rank(rank: int, size: int, port: int, words: list[str], output: Path, sabot
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    torch.set_num_threads(1)
+    one_thread()
     figures.run_figures = lambda path: None  # takes seconds
 
     def program() -> object:

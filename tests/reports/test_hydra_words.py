@@ -101,6 +101,16 @@ def test_hydra_does_not_part_a_run_from_its_files(tmp_path: Path, key: str) -> N
     assert done.returncode == 2 and f"hydra.{key}=" in done.stderr and not (tmp_path / "elsewhere").exists()
 
 
+def test_a_run_that_a_file_makes_a_sweep_would_start_itself_for_ever(tmp_path: Path) -> None:
+    """Each run of the sweep read the file again, and was another sweep."""
+    words = ["experiment=smoke", "hydra.mode=MULTIRUN"], experiment(tmp_path, "hydra: {mode: MULTIRUN}\n")
+    for one in words:
+        assert "add -m" in refusal(one)
+    done = run("-m", *words[1], "seed=0,1", f"root={tmp_path}")
+    assert done.returncode == 2 and "hydra.mode=MULTIRUN" in done.stderr and not (tmp_path / "runs").exists()
+    assert check_single(["experiment=smoke", "hydra.mode=RUN", f"root={tmp_path}"]) is not None
+
+
 # --- sweeps without values: https://github.com/facebookresearch/hydra/issues/1513, .../2237 ---------------------------
 
 WITHOUT_VALUES = {

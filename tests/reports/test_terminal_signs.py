@@ -9,6 +9,7 @@ import ast
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -26,14 +27,14 @@ LINES += [{"kind": "eval", "step": step, "eval/accuracy_sampled": 0.1 * (step + 
 ENVIRONMENT = {"gpu": None, "cpu": "x86_64", "packages": {"torch": "2.11.0"}}
 
 
-def made(place: Path, name: str, config: dict | None = None, done: dict | None = DONE, **more: object) -> Path:
+def made(place: Path, name: str, config: dict | None = None, done: dict | None = DONE, **more: Any) -> Path:
     return write_run(
         place / name,
         {**SHORT, "optim": {"lr": 1e-5}, **(config or {})},
         LINES,
         done,
         **{"environment": ENVIRONMENT, **more},
-    )  # type: ignore[arg-type]
+    )
 
 
 def in_a_folder(place: Path) -> list[str]:

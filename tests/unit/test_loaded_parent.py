@@ -288,8 +288,8 @@ def test_threads_of_this_process_are_seen() -> None:
 
 
 def made_by(root: Path, preload: bool) -> dict[str, Any]:
-    """What two short runs of a sweep left: numbers, answers, adapters and what they say of their origin."""
-    words = ["experiment=smoke", "quant=nvfp4", "aqn=exp", "seed=3,4", "steps=2", "save_every=2", "device=cpu"]
+    """What three short runs of a sweep left: numbers, answers, adapters and what they say of their origin."""
+    words = ["experiment=smoke", "quant=nvfp4", "aqn=exp", "seed=3,4,5", "steps=2", "save_every=2", "device=cpu"]
     more = [f"root={root}", "hydra.launcher.slots=2", f"hydra.launcher.preload={preload}", "-m"]
     done = subprocess.run([*run_command(), *words, *more], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -303,15 +303,17 @@ def made_by(root: Path, preload: bool) -> dict[str, Any]:
         ]
         origin = json.loads((run / "env.json").read_text())
         left[f"{run.name} env"] = {key: value for key, value in origin.items() if "started" not in key}
-        files = [file for name in ("*.safetensors", "rollouts.jsonl") for file in sorted(run.rglob(name))]
-        assert len(files) > 1
+        names = ("*.safetensors", "rollouts.jsonl", "eval.json", "samples.parquet", "layers.parquet", "*.png", "*.svg")
+        files = [file for name in names for file in sorted(run.rglob(name))]
+        assert len(files) > 8
         left |= {f"{run.name} {file.relative_to(run)}": file.read_bytes() for file in files}
     return left
 
 
 @pytest.mark.slow
 def test_forked_runs_equal_fresh_ones_bit_for_bit(tmp_path: Path) -> None:
-    """Metrics, completions, adapters and env.json, whose command has another folder."""
+    """Metrics, completions, answers, adapters, figures and env.json, whose command has another folder. One of three has
+    its greedy answers from another run."""
     made = {preload: made_by(tmp_path / str(preload), preload) for preload in (False, True)}
     assert made[False].keys() == made[True].keys()
     for name, fresh in made[False].items():

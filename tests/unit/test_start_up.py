@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra._internal.config_repository import ConfigRepository
 from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict
 
@@ -23,6 +24,7 @@ from qerl_core.checks import ConfigError
 from qerl_core.options import composer
 from qerl_core.options.composer import HYDRA_DEFAULTS, Composer, register_resolvers
 from qerl_core.options.fingerprint import as_dict
+from qerl_core.options.user_options import search_path
 from qerl_core.process.arguments import whole
 from qerl_core.process.hidden_packages import UNUSED, hidden_packages
 from qerl_core.process.installation import CONF_DIR
@@ -73,6 +75,18 @@ def test_files_that_were_read_for_another_config_make_the_same_one() -> None:
     shared = ["aqn=format_error", "quant@aqn.format=mxfp4"]
     for words in (["quant=nvfp4"], shared, ["quant=mxfp4"], ["experiment=smoke", "quant=nvfp4"], ["experiment=smoke"]):
         assert composer.tree(words) == by_hydra(words)
+
+
+def test_a_file_is_read_once_a_process_until_it_changes(tmp_path: Path, listen: Callable[..., list[Any]]) -> None:
+    file = tmp_path / "experiment" / "mine.yaml"
+    file.parent.mkdir()
+    words = [*search_path([tmp_path]), "experiment=mine"]
+    for steps in (3, 44):
+        file.write_text(f"# @package _global_\nsteps: {steps}\n")
+        read = listen(ConfigRepository, "load_config")
+        assert [Composer().tree(words)["steps"] for _ in range(2)] == [steps, steps]
+        assert [path for _, path in read].count("experiment/mine") == 1
+    assert [path for _, path in read] == ["experiment/mine"]
 
 
 @pytest.mark.parametrize("word", ["lora.rnak=3", "quant=int3", "+lora.rank=3", "lora.rank=1,2", "~lora.x", "a=[1"])

@@ -15,7 +15,8 @@ import torch
 
 from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build
-from qerl_bench.eval import untrained
+from qerl_bench.engine.hf import HFEngine
+from qerl_bench.eval import task, untrained
 from qerl_bench.eval.task import TaskEvaluation
 from qerl_bench.eval.untrained import OF_TRAINING, OF_TRAINING_IN, key_of_untrained
 from qerl_bench.experiment_spec import Experiment
@@ -105,6 +106,28 @@ def test_runs_of_one_base_write_what_they_would_alone(
     apart = run(tmp_path / "apart", "second", *words)
     assert len(asked) == 2 * shared + 1
     assert written(second) == written(apart)
+
+
+def test_a_run_with_another_seed_is_asked_no_greedy_answer_again(
+    tmp_path: Path, run: Callable[..., Path], listen: Callable[..., Any]
+) -> None:
+    """And writes what it would alone, also where what is kept of them is damaged."""
+    graded = listen(task, "grade_rollouts")
+    words = ("quant=nvfp4", "seed=1")
+    apart = run(tmp_path / "apart", "second", *words)
+    run(tmp_path / "shared", "first", "quant=nvfp4")
+    del graded[:]
+    second = run(tmp_path / "shared", "second", *words)
+    assert [mode for *_, mode in graded] == ["sampled", "greedy", "sampled"]
+    assert written(second) == written(apart)
+    (file,) = (tmp_path / "shared" / "cache" / "evaluations" / "greedy").glob("*.json")
+    changed = json.loads(file.read_text())
+    changed["measured"]["samples"].pop()
+    file.write_text(json.dumps(changed | {"sha256": check_cache._seal(changed["measured"])}))
+    for word, more in (("seed=2", 2), ("seed=3", 1), ("eval.top_p=0.9", 2), ("task.max_completion_tokens=10", 2)):
+        del graded[:]
+        run(tmp_path / "shared", word.replace("=", "-"), "quant=nvfp4", word)
+        assert [mode for *_, mode in graded].count("greedy") == more, word
 
 
 def test_every_option_of_training_is_one_that_a_way_to_train_changes(make_experiment: Callable[..., Any]) -> None:
@@ -301,8 +324,6 @@ def test_what_was_changed_in_the_memory_is_not_remembered(
 def test_a_shortage_of_memory_is_not_remembered(
     tmp_path: Path, run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qerl_bench.engine.hf import HFEngine
-
     with shortages(HFEngine, "_generate", 1) as calls:
         run(tmp_path, "first")
     assert len(calls) > 1 and not list((tmp_path / "cache" / "evaluations").glob("*.json"))

@@ -27,7 +27,7 @@ from qerl_bench.sweep.check import check_single, print_finished, warn_of_single_
 from qerl_core import __version__
 from qerl_core.checks import ConfigError, require
 from qerl_core.options import user_options
-from qerl_core.options.composer import HYDRA_DEFAULTS, Composer, register_resolvers, resolved
+from qerl_core.options.composer import HYDRA_DEFAULTS, Composer, reading_once, register_resolvers, resolved
 from qerl_core.options.explain import explain, usage
 from qerl_core.options.names import check_option_names, search_folders
 from qerl_core.process.children import is_child
@@ -90,10 +90,9 @@ def draw_figures(run_dir: Path) -> None:
         log.warning("%s is finished, but its figures are not drawn: %s. Later: qerl-bench report", run_dir, words)
 
 
-def run(world: World) -> None:
-    """Do what the words in sys.argv say."""
+def run(world: World, single: bool) -> None:
+    """Do what the words in sys.argv say. Those of a `single` run are checked, so that Hydra need not look for more."""
 
-    @hydra.main(config_path=str(CONF_DIR), config_name="run", **HYDRA_DEFAULTS)
     def run_one(cfg: DictConfig) -> None:
         user_options.use(search_folders(HydraConfig.get().runtime))
         check_option_names(cfg, HydraConfig.get().runtime)
@@ -108,12 +107,17 @@ def run(world: World) -> None:
         except Exception as error:
             raise HydraBypass(error) from error
 
+    words = [word for word in sys.argv[1:] if not word.startswith("-")]
     try:
-        run_one()
+        if single:
+            with reading_once() as hydra_of_one:
+                hydra_of_one.run("run", run_one, words)
+        else:
+            hydra.main(config_path=str(CONF_DIR), config_name="run", **HYDRA_DEFAULTS)(run_one)()
     except HydraBypass as carried:
         error = carried.error
     except HydraException as refused:  # of a sweep, whose words Hydra is the first to compose
-        error = ConfigError(Composer().explained(refused, [word for word in sys.argv[1:] if not word.startswith("-")]))
+        error = ConfigError(Composer().explained(refused, words))
     else:
         return
     raise error
@@ -155,4 +159,4 @@ def main(words: list[str]) -> None:
                 around.enter_context(note_at_stop(partial(stop_line, point.run_dir)))
             if point is not None and world.first:
                 around.enter_context(nothing_left_if_refused(point.run_dir))
-            run(world)
+            run(world, single=point is not None)

@@ -57,14 +57,16 @@ def check_completions(policy: Policy, rollouts: list[Rollout], temperature: floa
         policy.device,
         [rollout.logprobs for rollout in chosen],
     )
+    weights = [tensor.abs().max().item() for name, tensor in policy.adapter_state().items() if "lora_B" in name]
+    adds = any(weights) or policy.base_scales or policy.merging is not None  # else the base is the same to the bit
     with phase("comparing sampler and trainer"):
-        adapted = _trainer_logprobs(policy, batch, temperature)
-        with policy.without_adapter():
-            base = _trainer_logprobs(policy, batch, temperature)
+        adapted = base = _trainer_logprobs(policy, batch, temperature)
+        if adds:
+            with policy.without_adapter():
+                base = _trainer_logprobs(policy, batch, temperature)
     engine = batch.sampler_logprobs[batch.mask]
     effect, gap, base_gap = _mean_gap(adapted, base), _mean_gap(engine, adapted), _mean_gap(engine, base)
     visible, max_gap = _limit(VISIBLE, policy), _limit(MAX_COMPLETION_GAP, policy)
-    weights = [tensor.abs().max().item() for name, tensor in policy.adapter_state().items() if "lora_B" in name]
     assert effect > 0 or max(weights) < UNTRAINED, (
         f"the adapter has weights of up to {max(weights):.3g} and changes no log-probability: it is not applied"
     )

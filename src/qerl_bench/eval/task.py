@@ -156,6 +156,14 @@ class SampledEvaluation(TaskEvaluation):
         return super().decoding[1:]
 
 
+class GreedyEvaluation(TaskEvaluation):
+    """The same without sampled completions."""
+
+    @property
+    def decoding(self) -> tuple[Decoding, ...]:
+        return super().decoding[:1]
+
+
 def grade_rollouts(task: Task, rollouts: Sequence[Rollout], mode: str) -> list[dict[str, Any]]:
     """One row of samples.parquet for each rollout, with a column for each part of the reward.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from qerl_bench.model.base import Model
 from qerl_bench.quant.weight_files import weight_files
+from qerl_core.file_state import FileState, file_state
 from qerl_core.options.model_names import last_part
 from qerl_core.rundir.checksums import digest
 
@@ -54,15 +55,14 @@ def file_digest(path: Path) -> str:
     of file systems are coarse. Nothing is remembered for other processes: runs record this number, and from one start
     to the next a disk may change bytes without the times, which would then be recorded as those that were written.
     """
-    state = path.stat()
-    times = state.st_mtime_ns, state.st_ctime_ns
-    if time.time_ns() - max(times) < SETTLED_NS:
+    state = file_state(path)
+    if time.time_ns() - max(state.written, state.changed) < SETTLED_NS:
         return _file_digest(path)
-    return _known_digest(path.absolute(), (state.st_dev, state.st_ino, state.st_size, *times))
+    return _known_digest(path.absolute(), state)
 
 
 @lru_cache(maxsize=256)
-def _known_digest(path: Path, state: tuple[int, ...]) -> str:
+def _known_digest(path: Path, state: FileState) -> str:
     return _file_digest(path)
 
 

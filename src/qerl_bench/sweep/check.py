@@ -20,7 +20,7 @@ from qerl_core.checks import ConfigError, require
 from qerl_core.options.composer import Composer
 from qerl_core.options.foreign_names import WITHOUT_KEY
 from qerl_core.options.hydra_options import first_values
-from qerl_core.process.arguments import wrap_lines
+from qerl_core.process.arguments import printable
 from qerl_core.process.cards import require_gpu
 from qerl_core.rundir.checkpoints import is_finished
 from qerl_core.rundir.run_checks import RunDamaged, check_run_dir, refuse_locked
@@ -89,7 +89,7 @@ def print_finished(run_dir: Path) -> None:
     """Print the result of a run that is complete, as the run itself did."""
     from qerl_studies.tables.terminal import places, render, summary
 
-    print(wrap_lines(f"finished before: {run_dir} (delete the folder to run it again)"), file=sys.stderr)
+    print(printable(f"finished before: {run_dir} (delete the folder to run it again)"), file=sys.stderr)
     print(render(summary([run_dir])), *places(run_dir), sep="\n")
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable
+from functools import lru_cache
 
+KEPT = 2**15  # questions whose form a process keeps: a run and its check, or the points of a sweep, ask for the same
 _TAG = re.compile(r"</?(?:b|i|u|em|strong|p|br|span|div|code|sub)\s*/?>", re.IGNORECASE)
 _SUPERSCRIPT = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+|<sup>")
 _FRACTION = re.compile(r"(?<=\d)(?=[¼½¾⅐-⅞])")  # 3½ is not 31/2
@@ -37,10 +39,15 @@ def normalize_question(text: str, instructions: Iterable[str] = ()) -> str:
 
     `instructions` at its end are removed; they are not part of the question.
     """
-    form = " ".join(_kept_brackets(_parts(_plain(text))))
+    form = _form(text)
     for line in instructions:
         form = form.removesuffix(f" {normalize_question(line)}")
     return form
+
+
+@lru_cache(KEPT)
+def _form(text: str) -> str:
+    return " ".join(_kept_brackets(_parts(_plain(text))))
 
 
 def _plain(text: str) -> str:

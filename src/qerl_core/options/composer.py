@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache, partial
-from typing import Any
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
 
 from hydra import __version__ as hydra_version
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.hydra import Hydra
 from hydra.conf import RuntimeConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.config_source import ConfigResult
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from qerl_core.checks import ConfigError, require
+from qerl_core.file_state import FileState, file_state
 from qerl_core.options import user_options
 from qerl_core.options.files import options_of, plain_keys
 from qerl_core.options.fingerprint import fingerprint, flat
@@ -60,32 +65,54 @@ def half(warmup: int, steps: object) -> int:
 
 
 class ReadOnce(ConfigRepository):
-    """Hydra's repository, which gives fresh copies of what is in `read` and adds to it what it reads, pickled."""
+    """Hydra's repository, which gives fresh copies of what this process has read of files that are as they were."""
 
-    def __init__(self, like: ConfigRepository, read: dict[Any, bytes]) -> None:
-        self.sources, self.read = like.sources, read
+    _read: ClassVar[dict[Any, bytes]] = {}  # pickled
+
+    def __init__(self, like: ConfigRepository) -> None:
+        self.sources = like.sources
 
     def __deepcopy__(self, memo: object) -> ReadOnce:
-        return ReadOnce(self, self.read)  # Hydra copies it for each config, and gives the copy other sources
+        return ReadOnce(self)  # Hydra copies it for each config, and gives the copy other sources
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        key = (config_path, *(source.path for source in self.sources))
-        if key not in self.read:
-            self.read[key] = pickle.dumps(super().load_config(config_path))
-        return pickle.loads(self.read[key])
+        file = f"{config_path.removesuffix('.yaml')}.yaml"
+        places = tuple((source.path, _state(Path(source.path, file))) for source in self.sources)
+        if (config_path, places) not in self._read:
+            self._read[config_path, places] = pickle.dumps(super().load_config(config_path))
+        return pickle.loads(self._read[config_path, places])
+
+
+def _state(file: Path) -> FileState | None:
+    """What changes with a file; nothing where there is none, as in a package."""
+    try:
+        return file_state(file)
+    except OSError:
+        return None
+
+
+@contextmanager
+def reading_once() -> Iterator[Hydra]:
+    """Hydra for conf/, whose files it reads once."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS, job_name="run"):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        loader: Any = hydra.config_loader
+        loader.repository = ReadOnce(loader.repository)
+        yield hydra
 
 
 class Composer:
     """Composes many configs, such as the points of a sweep, which differ mostly in values.
 
-    Hydra takes a fifth of a second for a config, half of it to read files. Here each file is read once and each choice
-    of options composed once, and values are set in copies of it, by Hydra's own function. The YAML files must not
-    change meanwhile.
+    Hydra takes a fifth of a second for a config. Here each choice of options is composed once, and values are set in
+    copies of it, by Hydra's own function. The YAML files must not change meanwhile.
     """
 
     def __init__(self) -> None:
         register_resolvers()
-        self._composed = lru_cache(maxsize=256)(partial(_composed, read={}))
+        self._composed = lru_cache(maxsize=256)(_composed)
         self._parsed = lru_cache(maxsize=1024)(lambda word: OverridesParser.create().parse_overrides([word])[0])
 
     def tree(self, overrides: Sequence[str]) -> dict[str, Any]:
@@ -162,12 +189,9 @@ class Composer:
         return unknown_key(unknown[1], [*flat({str(key): value for key, value in tree.items()})], chosen, folders)
 
 
-def _composed(choices: tuple[str, ...], read: dict[Any, bytes]) -> tuple[bytes, RuntimeConf]:
+def _composed(choices: tuple[str, ...]) -> tuple[bytes, RuntimeConf]:
     """The config with these overrides and without the node `hydra`, pickled, and Hydra's record of what was chosen."""
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS, job_name="run"):
-        loader = GlobalHydra.instance().config_loader()
-        loader.repository = ReadOnce(loader.repository, read)  # type: ignore[attr-defined]  # an IConfigLoader
+    with reading_once():
         try:
             cfg = hydra_compose("run", list(choices), return_hydra_config=True)
         except ValueError as error:  # what Hydra raises for quant=5 and =5
@@ -180,6 +204,10 @@ def _composed(choices: tuple[str, ...], read: dict[Any, bytes]) -> tuple[bytes, 
     with open_dict(cfg):
         hydra = cfg.pop("hydra")
     refuse_unusable(hydra)
+    require(
+        hydra.mode != RunMode.MULTIRUN,
+        "hydra.mode=MULTIRUN would make a sweep of each run, again and again: leave it out, and add -m to make one",
+    )
     user_options.use(search_folders(hydra.runtime))
     check_option_names(cfg, hydra.runtime)
     return pickle.dumps(cfg), hydra.runtime
@@ -210,9 +238,11 @@ def _names(override: Override) -> bool:
     Hydra fails for lists of anything else, and an empty mapping changes nothing without a word.
     """
     value: object = None if override.is_sweep_override() else override.value()
-    if not (isinstance(value, list) or value == {}) or not (CONF_DIR / override.key_or_group).is_dir():
+    if not (CONF_DIR / override.key_or_group).is_dir():
         return True
-    return value not in ([], {}) and all(isinstance(one, str) for one in value)
+    if not isinstance(value, list):
+        return value != {}
+    return value != [] and all(isinstance(one, str) for one in value)
 
 
 def _is_choice(override: Override) -> bool:

@@ -20,7 +20,7 @@ from hydra.conf import RuntimeConf
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_core.checks import ConfigError, require
-from qerl_core.file_state import State, file_state
+from qerl_core.file_state import FileState, file_state
 from qerl_core.options import user_options
 from qerl_core.options.files import alternatives, find_option, options_of
 
@@ -115,7 +115,7 @@ def _read(file: Path) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _content(file: Path, state: State) -> Any:
+def _content(file: Path, state: FileState) -> Any:
     """What the file holds in this state, in containers that must not be changed."""
     return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
 

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from qerl_core.process.arguments import wrap_lines
+from qerl_core.process.arguments import printable
 from qerl_core.rundir.durable import sync
 
 log = logging.getLogger(__name__)
@@ -190,5 +190,5 @@ def set_aside(path: Path, stale: str) -> None:
 
 def give_way(path: Path, reason: str) -> None:
     """End this process at once: it no longer has the lease at `path`, and its run may be another one's."""
-    print(wrap_lines(f"{path}: {reason}. This process ends here and writes nothing more"), file=sys.stderr, flush=True)
+    print(printable(f"{path}: {reason}. This process ends here and writes nothing more"), file=sys.stderr, flush=True)
     os._exit(os.EX_TEMPFAIL)

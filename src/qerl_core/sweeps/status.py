@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qerl_core.checks import ConfigError, require
-from qerl_core.file_state import State, file_state
+from qerl_core.file_state import FileState, file_state
 from qerl_core.process.failure import MARK
 from qerl_core.rundir.checkpoints import is_finished
 from qerl_core.rundir.checksums import DONE
@@ -110,7 +110,7 @@ def state_of(run: Path) -> tuple[str, str]:
 
 
 @cache
-def damage_of(run: Path, done: State) -> str | None:
+def damage_of(run: Path, done: FileState) -> str | None:
     """What is wrong with a run whose done.json is in this state, as the run itself would say; None if it is whole.
 
     That is looked up once, since files of a finished run are hashed for it, or read where it has no checksums.

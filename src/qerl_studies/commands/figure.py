@@ -16,7 +16,7 @@ from collections.abc import Callable
 from qerl_core.checks import ConfigError, require
 from qerl_core.exits import guarded
 from qerl_core.options.suggestions import did_you_mean
-from qerl_core.process.arguments import wrap_lines
+from qerl_core.process.arguments import printable
 from qerl_studies.figures.named import FIGURES
 from qerl_studies.figures.read import Differing
 from qerl_studies.figures.style import STYLES, save, use_style
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
             table = tabulate(found)
         except ConfigError as reason:
             require(draw is not None, str(reason))
-            print(wrap_lines(f"no table: {reason}"), file=sys.stderr)
+            print(printable(f"no table: {reason}"), file=sys.stderr)
         else:
             print(write_table(table, options.format, options.out), table.shown.to_string(index=False), sep="\n")
 

@@ -21,7 +21,7 @@ from os.path import commonpath
 from pathlib import Path
 
 from qerl_core.checks import ConfigError
-from qerl_core.process.arguments import wrap_lines
+from qerl_core.process.arguments import printable
 from qerl_core.rundir.durable import write_atomically
 from qerl_core.sweeps.status import GOES_ON, statuses
 from qerl_studies.claims.registry import with_own_folders
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
         except ConfigError as error:
             if not live:
                 raise
-            print(wrap_lines(f"{time.strftime('%H:%M:%S')} not yet: {error}"), file=sys.stderr)
+            print(printable(f"{time.strftime('%H:%M:%S')} not yet: {error}"), file=sys.stderr)
         else:
             print(f"{options.out / INDEX}  {written}", flush=True)
         if not live:

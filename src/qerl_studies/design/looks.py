@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from qerl_core.checks import require
-from qerl_core.process.arguments import wrap_lines
+from qerl_core.process.arguments import printable
 from qerl_studies.design.design import read_yaml
 from qerl_studies.design.primary import Primary
 from qerl_studies.design.sessions import Sessions, read_study, study_of
@@ -96,7 +96,7 @@ def shown_runs(folders: Iterable[str | os.PathLike[str]], without: Sequence[str]
     said = [f"{many} runs of {study} {what}" for study, many in hidden.items()]
     require(bool(shown), f"{'; '.join(said)}: its primary.md, by analysis/study_report.py, tells how far it is")
     for line in said:
-        print(wrap_lines(line), file=sys.stderr)
+        print(printable(line), file=sys.stderr)
     return shown
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from qerl_core.checks import require
-from qerl_core.process.arguments import wrap_lines
+from qerl_core.process.arguments import printable
 from qerl_core.rundir.read_files import read_table
 from qerl_studies.design.looks import shown_runs
 from qerl_studies.figures.error_decomposition import COLUMNS, one_of_each
@@ -47,7 +47,7 @@ class Differing:
         for run in runs:
             if not run.finished:
                 effect = "its setting ends at the step that it has reached" if self.unfinished else "it is left out"
-                print(wrap_lines(f"{run.name} is not finished: {effect}"), file=sys.stderr)
+                print(printable(f"{run.name} is not finished: {effect}"), file=sys.stderr)
         chosen = self.of([run for run in runs if run.finished or self.unfinished])
         return select([*chosen], [*self.factors, *also])
 
@@ -57,7 +57,7 @@ def select(runs: Sequence[Run], factors: Sequence[str]) -> Study:
     study = Study(runs).select(*factors)
     if len(study.runs) < len(runs):
         what = f"the largest set that differs in {', '.join(factors)} alone"
-        print(wrap_lines(f"compared: {len(study.runs)} of {len(runs)} runs, {what}"), file=sys.stderr)
+        print(printable(f"compared: {len(study.runs)} of {len(runs)} runs, {what}"), file=sys.stderr)
     return study
 
 

@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from qerl_core.checks import require
-from qerl_core.process.arguments import wrap_lines
+from qerl_core.process.arguments import printable
 from qerl_core.statistics import Estimate
 from qerl_studies.claims.claim import ClaimResult, ContrastResult
 from qerl_studies.claims.estimate import Comparison
@@ -100,7 +100,7 @@ def verdicts_of(studies: Mapping[str, Path]) -> dict[str, Any]:
     said = [f"{study} has no verdict: {reason}" for study, reason in lacking.items()]
     require(bool(content["verdicts"]), "; ".join(said))
     for line in said:
-        print(wrap_lines(line), file=sys.stderr)
+        print(printable(line), file=sys.stderr)
     return content
 
 

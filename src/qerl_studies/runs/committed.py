@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 
 from qerl_core.checks import ConfigError, require
-from qerl_core.file_state import State, file_states
+from qerl_core.file_state import FileState, file_states
 from qerl_core.options.fingerprint import fingerprint
 from qerl_core.rundir.read_files import read_object
 from qerl_core.rundir.recorded_types import FLAG, OBJECT, OBJECTS, WHOLE, require_environment, require_kinds
@@ -116,7 +116,7 @@ def read_study(path: Path) -> CommittedStudy:
 
 
 @lru_cache(maxsize=8)
-def _read(path: Path, _states: tuple[tuple[Path, State], ...]) -> CommittedStudy:
+def _read(path: Path, _states: tuple[tuple[Path, FileState], ...]) -> CommittedStudy:
     if is_reported(path):
         parts = parts_of(path)
         return CommittedStudy(path, parts.configs, parts.environments, parts.runs, parts.metrics, parts.answers)

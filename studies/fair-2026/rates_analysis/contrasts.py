@@ -63,19 +63,21 @@ class Contrast(NamedTuple):
     word: str
 
 
-def tested(rows: Table, asked: Asked, margin: float = MARGIN) -> dict[str, Contrast]:
-    """The contrasts of one table, by name."""
+def tested(rows: Table, asked: Asked, margin: float = MARGIN, copies: int = COPIES) -> dict[str, Contrast]:
+    """The contrasts of one table, by name; none is decided by fewer than so many copies."""
     found = {name: effect(rows, *one) for name, one in asked.items()}
     trained = [all(has_trained(rows, arm) for arm in weights) for weights, _ in asked.values()]
     raw = [one.p_outside(0.0) if ok else math.nan for one, ok in zip(found.values(), trained, strict=True)]
     each = zip(found.values(), raw, holm(raw).tolist(), trained, strict=True)
-    contrasts = [Contrast(one, p, adjusted, word_of(one, adjusted, ok, margin)) for one, p, adjusted, ok in each]
+    contrasts = [
+        Contrast(one, p, adjusted, word_of(one, adjusted, ok, margin, copies)) for one, p, adjusted, ok in each
+    ]
     return dict(zip(found, contrasts, strict=True))
 
 
-def word_of(found: Estimate, p: float, trained: bool = True, margin: float = MARGIN) -> str:
+def word_of(found: Estimate, p: float, trained: bool = True, margin: float = MARGIN, copies: int = COPIES) -> str:
     """The protocol's word."""
-    if found.n < COPIES:
+    if found.n < copies:
         return "not decided"
     if not trained:
         return "not tested"

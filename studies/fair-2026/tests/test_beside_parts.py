@@ -1,4 +1,4 @@
-"""Parts 5 and 7 of the fair test: arms differ from what they are compared with in one thing, words on planted data."""
+"""Parts 5, 6 and 7 of the fair test: an arm differs in one thing from its control; words of planted data."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ STUDY = ROOT / "studies" / "fair-2026"
 PAGE = script("studies/fair-2026/beside_parts.py")
 PART_8 = script("studies/fair-2026/tests/test_mechanism.py")
 FROZEN = {  # SHA-256 of each protocol without its amendments
+    "full": "1a5cd8fed959e124e535b0357b9923da5fd04dd6d2500df76a1419ded2876e8d",
     "nf4": "a2d3a775a24fffc623606ad6d04e580baf336e4b8695dde67c6ba1634c9e88bc",
     "ranks": "118f8f5527f3db21019ed28ca5d74dbfe6c85a39759afee42e7b2ea2ad83942a",
 }
@@ -56,6 +57,19 @@ def test_an_arm_differs_from_what_it_is_compared_with_in_one_thing(size: str, wo
         if arm.name != "nf4":
             assert f"rank-{tree.lora.rank}" == arm.name and tree.lora.alpha == reference.lora.alpha == 32
         assert tree.quant.name == PAGE.OWN[arm.name]
+
+
+def test_full_training_differs_in_what_is_trained_and_how_it_is_computed(words: list[str]) -> None:
+    ours, other = (read_design(part / "study.yaml", words) for part in (PAGE.OF_FULL.design, PAGE.OF_FULL.other))
+    assert {*ours.bases} < {*other.bases} and len(ours.bases) == PAGE.FULL_COPIES and ours.seeds == other.seeds
+    (arm,), (control,) = ours.arms, [arm for arm in other.arms if arm.name == "bf16-2e-4"]
+    tree: Any = compose(ours.words(arm, 43, 0, sigma=None))
+    reference: Any = compose(other.words(control, 43, 0, sigma=None))
+    differ = {key for key in tree if tree[key] != reference[key]}
+    assert differ == {"name", "lora", "model", "train", "engine", "optim", "eval"} and build(tree)
+    assert {key for key in tree.eval if tree.eval[key] != reference.eval[key]} == {"also"}
+    assert {key for key in tree.optim if tree.optim[key] != reference.optim[key]} == {"lr"}
+    assert {arm.name for arm in other.arms} == {*PAGE.OF_FULL.names}
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
@@ -105,9 +119,28 @@ def test_ranks_have_the_words_of_their_protocol(ends: dict[str, float], error: f
     assert f"**{said}.**" in PAGE.ranks_words(table(error=error, **ends))
 
 
-def test_fewer_than_eight_copies_decide_nothing() -> None:
+@pytest.mark.parametrize(
+    ("end", "error", "said"),
+    [
+        (0.30, 0.005, "LoRA in NVFP4 ends below full training"),
+        (0.20, 0.005, "LoRA in NVFP4 ends above full training"),
+        (0.245, 0.005, "LoRA in NVFP4 matches full training, as the paper says"),
+        (0.25, 0.05, "Whether LoRA in NVFP4 matches full training is not decided"),
+    ],
+)
+def test_full_training_has_the_words_of_its_protocol(end: float, error: float, said: str) -> None:
+    arms = {"four-six-2e-4": 0.25, "nvfp4-4e-4": 0.24, "bf16-2e-4": 0.30}
+    rows = table(error=error, **arms, full=end)
+    found = PAGE.full_words(rows[rows["copy"] < 57], "nvfp4-4e-4", "four-six-2e-4", "bf16-2e-4")  # six copies
+    assert f"**{said}.**" in found and "| bf16-2e-4 - full |" in found[3]
+
+
+def test_too_few_copies_decide_nothing() -> None:
     rows = table(nf4=0.1, nvfp4=0.25, bf16=0.30)
     assert "not decided.**" in "\n".join(PAGE.nf4_words(rows[rows["copy"] < 58]))
+    rows = table(**{"four-six-2e-4": 0.25, "nvfp4-2e-4": 0.24, "bf16-2e-4": 0.30}, full=0.4)
+    words = PAGE.full_words(rows[rows["copy"] < 56], "nvfp4-2e-4", "four-six-2e-4", "bf16-2e-4")
+    assert "**Whether LoRA in NVFP4 matches full training is not decided.**" in words
 
 
 def test_arms_are_read_with_those_of_the_other_part_in_the_same_session(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_the_protocol_is_the_frozen_one() -> None:
 
 
 def test_copies_are_in_no_other_design() -> None:
-    beside = {STUDY / "controls", STUDY / "nf4"}  # further arms, on copies of this part on purpose
+    beside = {STUDY / "controls", STUDY / "nf4", STUDY / "full"}  # further arms, on copies of this part on purpose
     others = [path for path in (ROOT / "studies").rglob("*.yaml") if not {PART, *beside} & {*path.parents}]
     drawn = [yaml.safe_load(path.read_text()) for path in others if Path(path).name.endswith(".yaml")]
     used = {copy for one in drawn if isinstance(one, dict) for copy in (one.get("units") or {}).get("dither", [])}

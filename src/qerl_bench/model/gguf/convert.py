@@ -80,12 +80,12 @@ def converted(path: Path, dither: Dither | None, dtype: str, cache: Path) -> Pat
             log.warning("%s is another file than the one that was converted before: it is converted again", path)
             shutil.rmtree(folder)
         if not folder.is_dir():
-            told = f"dequantizing {path.name}, done once, then kept in {folder}"
+            told, state = f"dequantizing {path.name}, done once, then kept in {folder}", json.dumps(file_state(path))
             with atomically(folder) as writing, phase(told):
                 writing.mkdir()
                 _convert(path, dither, dtype, writing)
                 _write(writing / DIGESTS, {file.name: file_digest(file) for file in writing.iterdir()})
-            source.write_text(json.dumps(file_state(path)))
+            source.write_text(state)  # that of the file that was converted, whatever has its place now
     return folder
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_core.checks import ConfigError, require, require_package
-from qerl_core.file_state import State, file_state
+from qerl_core.file_state import FileState, file_state
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT = 32  # of tensors, unless general.alignment says otherwise
@@ -83,8 +83,8 @@ def require_file(path: Path) -> None:
 
 
 @lru_cache(maxsize=4)
-def _read(path: Path, state: State) -> Header:
-    size = path.stat().st_size
+def _read(path: Path, state: FileState) -> Header:
+    size = state.size
     require(size >= 24, f"model.id={path} has {size} bytes and is no GGUF file; {_REMEDY}")
     with open(path, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
         reader = _Reader(path, content)

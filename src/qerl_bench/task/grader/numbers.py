@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from functools import lru_cache
 
 MAX_LENGTH = 200  # characters; a longer text is not a number (and Python refuses integers of thousands of digits)
 MAX_EXPONENT = 100  # of ten, positive or negative; "1e1000000000" would take gigabytes to write out
@@ -48,6 +49,7 @@ _NUMBER_WORD = re.compile(
 )
 
 
+@lru_cache(2**14)  # the same answers are read for each point of a sweep
 def parse_number(text: str) -> Fraction | None:
     """The exact number that `text` states, or None if it states none, several, or an ambiguous one.
 
