@@ -60,14 +60,15 @@ def test_arms_differ_from_part_2_in_format_and_temperature_alone(words: list[str
 
 
 def test_the_design_has_the_measured_temperatures(words: list[str]) -> None:
-    """Once they are measured, an amendment puts them there."""
+    """An amendment put them there."""
     design = read_design(PART / "temperatures" / "study.yaml", words)
     assert not {*design.bases} & {*COPIES}
     for arm in design.arms:
         tree: Any = compose(design.words(arm, 31, 0, sigma=None))
         assert arm.name == f"{tree.quant.name}-{tree.rollout.temperature:g}" and build(tree)
     arms = {arm.name: arm.words for arm in read_design(PART / "study.yaml", words).arms}
-    pair = PAGE.matched(PAGE.read(PART / "temperatures")) or (1.04, 0.96)
+    pair = PAGE.matched(PAGE.read(PART / "temperatures"))
+    assert pair == (1.032, 0.962)
     for name, value in zip(("bf16-hot", "nvfp4-cool"), pair, strict=True):
         assert f"rollout.temperature={value:g}" in arms[name]
 
@@ -197,7 +198,7 @@ def test_two_whole_sessions_have_words_and_another_temperature_is_refused(tmp_pa
     assert "Not measured." in (page := PAGE.words_page(own)) and "so no words: copies 51, 52, 53, 54, 55," in page
     pack(own / "temperatures", "t", range(31, 35), at_first)
     design = (own / "study.yaml").read_text()
-    (own / "study.yaml").write_text(design.replace("=1.04", "=1.03").replace("=0.96", "=0.98"))
+    (own / "study.yaml").write_text(design.replace("=1.032", "=1.03").replace("=0.962", "=0.98"))
     pack(own, "a", range(51, 55), trained)
     page = PAGE.words_page(own)
     assert "entropy at 1.03, NVFP4 that of BF16 at 0.98." in page and "words: copies 55, 56, 57, 58 lack a run" in page
