@@ -1,11 +1,11 @@
-"""The pages of parts 5, 6 and 7 of the fair test, as the protocols in nf4, full and ranks say them, before their data.
+"""The pages of parts 5, 6, 7 and FP8 of the fair test, as the protocols in nf4, full, ranks and fp8 say them.
 
     python studies/fair-2026/beside_parts.py
 
 Arms of these parts are compared with those that another part trained on the same copies in the same session. Reads
-nf4/SIZE/data/SESSION, full/data/SESSION and ranks/data/SESSION, and the data of parts 2 and 8, what
-`qerl-bench study ... out=` packed; writes results/words.md of each. Runs are read, and contrasts fitted, as those of
-part 2.
+nf4/SIZE/data/SESSION and data/SESSION of the others, and the data of parts 2 and 8, what `qerl-bench study ... out=`
+packed; writes results/words.md of each. Runs are read, and contrasts fitted, as those of part 2. All was written
+before the data.
 """
 
 from __future__ import annotations
@@ -30,18 +30,23 @@ from qerl_studies.report.probe_page import points
 from qerl_studies.tables.markdown import markdown_table
 
 STUDY = Path(__file__).resolve().parent
-OWN = FORMATS | {"nf4": "nf4", "rank-16": "nvfp4", "rank-64": "nvfp4", "full": "bf16"}  # the format it answers in
+OWN = FORMATS | {"nf4": "nf4", "rank-16": "nvfp4", "rank-64": "nvfp4", "full": "bf16", "fp8": "fp8"}  # answers in it
 OWN |= {f"{kind}-{rate}": form for kind, form in OF_RATES.items() for rate in RATES}
 NF4_FIRST: Asked = {"nf4 - nvfp4": (minus("nf4", "nvfp4"), "late"), "nf4 - bf16": (minus("nf4", "bf16"), "late")}
 NF4_SECOND: Asked = {"nf4 - nvfp4, both in BF16": (minus("nf4", "nvfp4"), "sampled in bf16")}
 PAIRS = (("rank-64", "rank-16"), ("rank-16", "nvfp4"), ("rank-64", "nvfp4"))
 RANKS: Asked = {" - ".join(pair): (minus(*pair), "late") for pair in PAIRS}
+OF_FP8: Asked = {
+    "fp8 - bf16": (minus("fp8", "bf16"), "late"),
+    "fp8 - bf16, both in BF16": (minus("fp8", "bf16"), "sampled in bf16"),
+}
 SAME = "no difference beyond the margin"
 NF4_SAYS = {
     "lower": "NF4 ends lower than NVFP4, as the paper says",
     "higher": "NF4 ends higher than NVFP4, the opposite of what the paper says",
     SAME: "NF4 and NVFP4 differ by less than half of what NVFP4 cost before",
 }
+FP8_SAYS = {SAME: "FP8 learns as BF16", "lower": "FP8 ends lower than BF16", "higher": "FP8 ends higher than BF16"}
 
 
 @dataclass(frozen=True)
@@ -70,12 +75,18 @@ FULL_SAYS = {
     SAME: "LoRA in NVFP4 matches full training, as the paper says",
 }
 OF_RANKS = Pairing(STUDY / "ranks", STUDY / "mechanism", {"nvfp4": "nvfp4"})
+FP8 = Pairing(STUDY / "fp8", STUDY / "mechanism", {"bf16": "bf16"})
 
 
 def main(arguments: list[str] | None = None) -> None:
     KeyValueParser(__doc__).parse_args(arguments)
     user_options.use([STUDY / "conf"])
-    pages = {"nf4": nf4_page(NF4), "full": full_page(OF_FULL, RATES_PART / "data"), "ranks": ranks_page(OF_RANKS)}
+    pages = {
+        "nf4": nf4_page(NF4),
+        "full": full_page(OF_FULL, RATES_PART / "data"),
+        "ranks": ranks_page(OF_RANKS),
+        "fp8": fp8_page(FP8),
+    }
     for name, page in pages.items():
         (STUDY / name / "results").mkdir(exist_ok=True)
         write_atomically(STUDY / name / "results" / "words.md", page)
@@ -165,14 +176,24 @@ def ranks_page(pairing: Pairing) -> str:
 
 def ranks_words(rows: Any) -> list[str]:
     found = tested(rows, RANKS, MARGIN)
-    rewards = [[" - ".join(pair), points(effect(rows, minus(*pair), "last"), 2, True)] for pair in PAIRS]
-    return [
-        table_of(found),
-        f"**{verdict(found.values())}.**",
-        "### Reward in the last eight steps, without words",
-        markdown_table(["contrast", "reward"], rewards),
-        *shown(rows),
-    ]
+    return [table_of(found), f"**{verdict(found.values())}.**", *rewards(rows, PAIRS), *shown(rows)]
+
+
+def fp8_page(pairing: Pairing) -> str:
+    parts = ["# Does FP8 learn as BF16? The protocol's words", "Brackets are 95 % intervals; differences are points."]
+    rows, lacking = rows_of(pairing)
+    return "\n\n".join([*parts, *(not_whole(lacking) or fp8_words(rows))]) + "\n"
+
+
+def fp8_words(rows: Any) -> list[str]:
+    found = tested(rows, OF_FP8, MARGIN)
+    said = FP8_SAYS.get(found["fp8 - bf16"].word, "Whether FP8 learns as BF16 is not decided")
+    return [table_of(found), f"**{said}.**", *rewards(rows, [("fp8", "bf16")]), *shown(rows)]
+
+
+def rewards(rows: Any, pairs: Sequence[tuple[str, str]]) -> list[str]:
+    found = [[" - ".join(pair), points(effect(rows, minus(*pair), "last"), 2, True)] for pair in pairs]
+    return ["### Reward in the last eight steps, without words", markdown_table(["contrast", "reward"], found)]
 
 
 def verdict(found: Collection[Contrast]) -> str:

@@ -1,4 +1,4 @@
-"""Parts 5, 6 and 7 of the fair test: an arm differs in one thing from its control; words of planted data."""
+"""Parts 5, 6, 7 and FP8 of the fair test: an arm differs in one thing from its control; words of planted data."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ STUDY = ROOT / "studies" / "fair-2026"
 PAGE = script("studies/fair-2026/beside_parts.py")
 PART_8 = script("studies/fair-2026/tests/test_mechanism.py")
 FROZEN = {  # SHA-256 of each protocol without its amendments
+    "fp8": "da0a84a92edb6d5bf36ef7646e4e5802bec112578e04c4efe15f9d078eea4ceb",
     "full": "1a5cd8fed959e124e535b0357b9923da5fd04dd6d2500df76a1419ded2876e8d",
     "nf4": "a2d3a775a24fffc623606ad6d04e580baf336e4b8695dde67c6ba1634c9e88bc",
     "ranks": "118f8f5527f3db21019ed28ca5d74dbfe6c85a39759afee42e7b2ea2ad83942a",
@@ -72,6 +73,17 @@ def test_full_training_differs_in_what_is_trained_and_how_it_is_computed(words: 
     assert {arm.name for arm in other.arms} == {*PAGE.OF_FULL.names}
 
 
+def test_fp8_differs_in_what_is_rounded(words: list[str]) -> None:
+    ours, other = (read_design(part / "study.yaml", words) for part in (PAGE.FP8.design, PAGE.FP8.other))
+    assert [*ours.bases] == [*other.bases] and ours.seeds == other.seeds
+    (arm,), (control,) = ours.arms, [arm for arm in other.arms if arm.name == PAGE.FP8.names["bf16"]]
+    tree: Any = compose(ours.words(arm, 51, 0, sigma=None))
+    reference: Any = compose(other.words(control, 51, 0, sigma=None))
+    assert {key for key in tree if tree[key] != reference[key]} == {"name", "quant", "train"} and build(tree)
+    assert {key for key in tree.train if tree.train[key] != reference.train[key]} == {"gradients"}
+    assert tree.quant.name == tree.quant.activations == PAGE.OWN[arm.name] == "fp8"
+
+
 # --- words ------------------------------------------------------------------------------------------------------------
 
 
@@ -100,6 +112,20 @@ def table(error: float = 0.005, **ends: float) -> Any:
 def test_nf4_has_the_words_of_its_protocol(end: float, said: str) -> None:
     page = "\n".join(PAGE.nf4_words(table(nf4=end, nvfp4=0.25, bf16=0.30)))
     assert f"**{said}" in page
+
+
+@pytest.mark.parametrize(
+    ("end", "error", "said"),
+    [
+        (0.299, 0.005, "FP8 learns as BF16"),
+        (0.25, 0.005, "FP8 ends lower than BF16"),
+        (0.35, 0.005, "FP8 ends higher than BF16"),
+        (0.30, 0.05, "Whether FP8 learns as BF16 is not decided"),
+    ],
+)
+def test_fp8_has_the_words_of_its_protocol(end: float, error: float, said: str) -> None:
+    found = PAGE.fp8_words(table(error=error, fp8=end, bf16=0.30))
+    assert f"**{said}.**" in found and "| fp8 - bf16 |" in found[3]
 
 
 def test_noise_decides_nothing_about_nf4() -> None:
