@@ -62,6 +62,7 @@ NF4 = {
     "0.5B": Pairing(STUDY / "nf4" / "05b", STUDY / "mechanism", {"nvfp4": "nvfp4", "bf16": "bf16"}),
     "1.5B": Pairing(STUDY / "nf4" / "15b", STUDY / "rates" / "15b", {"nvfp4": "nvfp4-2e-4", "bf16": "bf16-2e-4"}),
 }
+NF4_COPIES = {"0.5B": 6, "1.5B": 8}
 TRAINED = ("nvfp4", "four-six", "bf16")  # arms of part 2, at two rates
 OF_FULL = Pairing(
     STUDY / "full",
@@ -123,14 +124,14 @@ def nf4_page(sizes: Mapping[str, Pairing]) -> str:
     parts = ["# Is NF4 worse than NVFP4? The protocol's words", "Brackets are 95 % intervals; differences are points."]
     for size, pairing in sizes.items():
         rows, lacking = rows_of(pairing)
-        parts += [f"## {size}", *(not_whole(lacking) or nf4_words(rows))]
+        parts += [f"## {size}", *(not_whole(lacking) or nf4_words(rows, NF4_COPIES[size]))]
     return "\n\n".join(parts) + "\n"
 
 
-def nf4_words(rows: Any) -> list[str]:
-    first = tested(rows, NF4_FIRST, MARGIN)
+def nf4_words(rows: Any, copies: int) -> list[str]:
+    first = tested(rows, NF4_FIRST, MARGIN, copies)
     said = NF4_SAYS.get(first["nf4 - nvfp4"].word, "Which of the two ends higher is not decided")
-    second = tested(rows, NF4_SECOND, MARGIN)
+    second = tested(rows, NF4_SECOND, MARGIN, copies)
     return [table_of(first), f"**{said}.**", "### What learning costs", table_of(second), *shown(rows)]
 
 
