@@ -488,7 +488,10 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
         ("engine=vllm rollout.quant=nvfp4", "rollout.quant=nvfp4 .*engine=hf"),
         ("algo=sft rollout.quant=nvfp4", "rollout.quant=nvfp4 .*algo=sft"),
         ("lora=none rollout.quant=nvfp4", "rollout.quant=nvfp4: lora=none .*lora=default"),
-        ("eval.quant=fp6", "eval.quant must be null or one of bf16, fp8, int4, int8, mxfp4, nf4, nvfp4, got 'fp6'"),
+        (
+            "eval.quant=fp6",
+            "eval.quant must be null or one of bf16, fp8, int4, int8, mxfp4, mxfp8, nf4, nvfp4, got 'fp6'",
+        ),
         ("lora=none eval.quant=nvfp4", "eval.quant=nvfp4: lora=none .*lora=default"),
         ("quant=nvfp4 quantizer=awq rollout.quant=bf16", "rollout.quant=bf16 .*quantizer=awq .*rtn, mse or gptq"),
         ("engine=vllm eval.quant=nvfp4", "eval.quant=nvfp4 .*engine=hf.*qerl-bench eval"),
