@@ -482,6 +482,7 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
             r"model=tiny, hidden_size: NF4 .*64.* 32",
         ),
         ("quant=mxfp4 model.intermediate_size=40", "intermediate_size: MXFP4 .*32.* 40"),
+        ("quant=mxfp8 model.intermediate_size=40", "intermediate_size: MXFP8 .*32.* 40"),
         ("model.heads=3", "model.hidden_size .*multiple of 2"),
         ("logger=wandb logger.mode=loud", "logger.mode .*online.*got 'loud'"),
         ("rollout.quant=int3", "rollout.quant must be null or one of bf16, .*got 'int3'"),
