@@ -181,7 +181,7 @@ def test_it_trains_under_every_quantizer(
     words = ("quant=mxfp8", f"quantizer={quantizer}", "model.hidden_size=64", "steps=2", "aqn=constant")
     if quantizer in ("gptq", "awq"):
         (tmp_path / "text.txt").write_text("12 + 30 = 42. " * 400)
-        words += (f"quantizer.calibration.file={tmp_path / 'text.txt'}",)
+        words += (f"quantizer.calibration.file={tmp_path / 'text.txt'}", "quantizer.calibration.samples=2")
     records = steps_of(make_config, tmp_path, "run", "eval=none", "task=even_characters", *words)
     assert len(records) == 2
     for record in records:

@@ -295,7 +295,9 @@ def test_quantize_model_packs_all_but_the_head_and_frees_the_originals(spec: Any
         assert report.bytes == resident_bytes(model.get_submodule(name))
         scales = 16 / 64 if spec.bits_per_weight == 8 else 0  # of rows as short as these
         assert report.bits_per_weight == pytest.approx(spec.bits_per_weight + scales, rel=0.01)
-        least, most = {"fp8": (0.02, 0.03), "int8": (0.004, 0.01)}.get(spec.name, (0.05, 0.12))
+        # Maxima of these uniform weights are just below a power of two, where MXFP8's floor rule saturates most.
+        usual = {"fp8": (0.02, 0.03), "int8": (0.004, 0.01), "mxfp8": (0.045, 0.055)}
+        least, most = usual.get(spec.name, (0.05, 0.12))
         assert least < report.relative_error < most
 
 
