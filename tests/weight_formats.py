@@ -6,6 +6,7 @@ from typing import Any
 
 from qerl_bench.quant.base import BlockFormat
 from qerl_bench.quant.mxfp4 import MXFP4
+from qerl_bench.quant.mxfp8 import MXFP8
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quant.symmetric import FP8, INT4, INT8, Symmetric
@@ -29,4 +30,5 @@ FORMATS: dict[str, BlockFormat] = {
     "fp8": symmetric("fp8", "row"),
     "int8": symmetric("int8", "row"),
     "int4": symmetric("int4", 32),
+    "mxfp8": MXFP8(name="mxfp8", **PLAIN),
 }

@@ -140,7 +140,7 @@ def test_what_is_explained(words: list[str], says: tuple[str, ...]) -> None:
         ("optm.lr=1", r"Did you mean optim.lr\?"),
         ("stes=3", r"Did you mean steps\?"),
         ("optim={lrr:1}", r"Did you mean optim.lr\?"),
-        ("quant=nvfp", r"Did you mean quant=nvfp4\? Choose quant=bf16\|fp8\|int4\|int8\|mxfp4\|nf4\|nvfp4;"),
+        ("quant=nvfp", r"Did you mean quant=nvfp4\? Choose quant=bf16\|fp8\|int4\|int8\|mxfp4\|mxfp8\|nf4\|nvfp4;"),
         ("model=qwen3-4c", r"there is no model=qwen3-4c. Did you mean model=qwen3-4b .* All of them: --explain model"),
         ("experiment=tiny/rank", r"Did you mean experiment=tiny/ranks"),
         ("recipe=shipped", "renamed to recipe=as_released"),

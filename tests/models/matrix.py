@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "models.csv"
 PAGE = ROOT / "docs" / "models.md"
 MARKS = ("<!-- table of python -m tests.models.matrix -->\n", "<!-- end of table -->")
-FORMATS = ("nvfp4", "mxfp4", "nf4", "fp8", "int8", "int4", "bf16")
+FORMATS = ("nvfp4", "mxfp4", "nf4", "fp8", "mxfp8", "int8", "int4", "bf16")
 
 
 def row(architecture: str) -> list[Outcome]:

@@ -253,8 +253,8 @@ def pairs() -> Iterator[Pair]:
     yield Pair("transformers", "fp8", OURS, words, partial(by_squares, words=words))
     yield Pair("torchao", "Int8WeightOnlyConfig", OURS, "quant=int8", partial(by_torchao, words="quant=int8"))
     for words in (
-        *("quant=nvfp4", "quant=mxfp4", "quant=fp8", "quant=fp8 quant.block=128x128", "quant=int8"),
-        *("quant=int8 quant.block=128", "quant=int4", "quant=int4 quant.block=128"),
+        *("quant=nvfp4", "quant=mxfp4", "quant=mxfp8", "quant=fp8", "quant=fp8 quant.block=128x128"),
+        *("quant=int8", "quant=int8 quant.block=128", "quant=int4", "quant=int4 quant.block=128"),
     ):
         read = partial(exported, words=words, read=by_compressed_tensors)
         yield Pair(OURS, "compressed-tensors", "compressed-tensors", words, read)

@@ -378,15 +378,18 @@ def test_a_checkpoint_that_lacks_tensors_is_refused_before_anything_is_read(tmp_
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
-@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "mxfp8", "fp8", "int8", "int4"])
 def test_exported_experts_come_back_bit_for_bit(name: str, kind: str, tmp_path: Path) -> None:
     model = moved_to(_packed(name, kind), "cpu", torch.bfloat16)
     export(model, _Tokenizer(), FORMATS[kind], tmp_path / "out")
     stored = load_file(tmp_path / "out" / "model.safetensors")
     block, leaf, rows = ("block_sparse_moe", "w1", 128) if name == "mixtral" else ("mlp", "gate_proj", 64)
-    codes, width = {"fp8": ("weight", 64), "int8": ("weight_packed", 16), "int4": ("weight_packed", 8)}.get(
-        kind, ("weight_packed", 32)
-    )
+    codes, width = {
+        "fp8": ("weight", 64),
+        "mxfp8": ("weight", 64),
+        "int8": ("weight_packed", 16),
+        "int4": ("weight_packed", 8),
+    }.get(kind, ("weight_packed", 32))
     assert stored[f"model.layers.1.{block}.experts.3.{leaf}.{codes}"].shape == (rows, width)
     ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
     assert {"lm_head", f"model.layers.1.{block}.gate"} <= set(ignored)

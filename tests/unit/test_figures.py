@@ -32,7 +32,7 @@ from tests import run_folders
 from tests.run_folders import DONE, SHORT
 
 REPOSITORY = Path(__file__).parents[2]
-FORMATS = ("bf16", "nf4", "mxfp4", "nvfp4", "fp8", "int8", "int4")
+FORMATS = ("bf16", "nf4", "mxfp4", "nvfp4", "fp8", "mxfp8", "int8", "int4")
 
 
 def write_run(

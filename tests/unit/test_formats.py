@@ -17,14 +17,15 @@ from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_core.checks import ConfigError
 from qerl_kernels import e2m1, mxfp4, nvfp4
-from tests.weight_formats import PLAIN
+from tests.weight_formats import FORMATS, PLAIN
 
-NAMES = ("bf16", "nf4", "mxfp4", "nvfp4")
+NAMES = ("bf16", "nf4", "mxfp4", "mxfp8", "nvfp4")
 E2M1_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors", **PLAIN)
 MXFP4_SPEC = MXFP4(name="mxfp4", scale_rule="even", **PLAIN)
 NF4_SPEC = NF4(name="nf4", double_quant=False, backend="own", **PLAIN)
-SPECS = [NVFP4_SPEC, MXFP4_SPEC, NF4_SPEC]
+MXFP8_SPEC = FORMATS["mxfp8"]
+SPECS: list[Any] = [NVFP4_SPEC, MXFP4_SPEC, NF4_SPEC, MXFP8_SPEC]
 packing = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 
 
@@ -70,7 +71,9 @@ def test_bad_fields_are_refused(build: Any, message: str) -> None:
         build()
 
 
-@pytest.mark.parametrize(("spec", "block", "bits"), list(zip(SPECS, (16, 32, 64), (4.5, 4.25, 4.5), strict=True)))
+@pytest.mark.parametrize(
+    ("spec", "block", "bits"), list(zip(SPECS, (16, 32, 64, 32), (4.5, 4.25, 4.5, 8.25), strict=True))
+)
 def test_block_widths_and_bits(spec: Any, block: int, bits: float) -> None:
     spec.check_width("mlp.up_proj", 3 * block)
     with pytest.raises(ConfigError, match=f"mlp.up_proj.*blocks of {block} inputs.*width {3 * block + 8}"):
@@ -342,6 +345,7 @@ def test_bytes_recorded_from_compressed_tensors() -> None:
         (MXFP4_SPEC, 0.0126),
         (MXFP4(name="mxfp4", scale_rule="floor", **PLAIN), 0.0130),
         (MXFP4(name="mxfp4", scale_rule="rceil", **PLAIN), 0.0140),
+        (MXFP8_SPEC, 0.00086),
     ],
     ids=lambda value: getattr(value, "scale_rule", getattr(value, "name", None)),
 )
@@ -380,9 +384,10 @@ def test_tensors_have_the_promised_size_and_errors_stay_within_half_a_step(
     size = sum(tensor.nbytes for name, tensor in packed.items() if name != "weight_global_scale")
     assert 8 * size == spec.bits_per_weight * weight.numel()
     restored = _restored(spec, weight)
-    block = {"nvfp4": 16, "mxfp4": 32, "nf4": 64}[spec.name]
+    block = {"nvfp4": 16, "mxfp4": 32, "nf4": 64, "mxfp8": 32}[spec.name]
     # The widest gap is 4 to 6 on a scale whose maximum is at least 3.5 (MXFP4) or about 6 (NVFP4), and -1 to -0.696.
-    half_gap = {"nvfp4": 1 / 5.6, "mxfp4": 1 / 3.5, "nf4": 0.152}[spec.name]
+    # MXFP8 is farthest off at maxima just below 512 times their scale, which become 448.
+    half_gap = {"nvfp4": 1 / 5.6, "mxfp4": 1 / 3.5, "nf4": 0.152, "mxfp8": 1 / 8}[spec.name]
     error = (restored - weight.float()).view(-1, block).abs().amax(dim=1)
     assert bool((error <= half_gap * weight.float().view(-1, block).abs().amax(dim=1)).all())
 
@@ -401,7 +406,7 @@ def test_packing_what_was_unpacked_changes_nothing(spec: Any, shape: tuple[int, 
     torch.testing.assert_close(_restored(spec, once), once, rtol=1e-6, atol=0)
     again = spec.pack(once)
     twice = spec.pack(_restored(spec, once))
-    scale = {"nvfp4": "weight_scale", "mxfp4": "weight_scale", "nf4": "absmax"}[spec.name]
-    codes = "weight" if spec.name == "nf4" else "weight_packed"
+    scale = "absmax" if spec.name == "nf4" else "weight_scale"
+    codes = "weight" if spec.name in ("nf4", "mxfp8") else "weight_packed"
     for name in (scale, codes):
         assert _hex(again[name]) == _hex(twice[name])

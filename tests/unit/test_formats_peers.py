@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qerl_bench.quant.nf4 import NF4
-from qerl_kernels import e2m1, mxfp4, nvfp4
+from qerl_kernels import e2m1, mxfp4, mxfp8, nvfp4
 from qerl_kernels import symmetric as kernel
 from qerl_kernels.activations import round_blocks
 from tests.weight_formats import BLOCKS, PLAIN, symmetric
@@ -119,6 +119,73 @@ def test_mxfp4_bytes_are_those_of_torchao(rule: str, dtype: torch.dtype) -> None
         ours = mxfp4.pack(weight, rule)
         assert torch.equal(ours["weight_scale"], scale.view(torch.uint8))
         assert torch.equal(ours["weight_packed"], codes.view(torch.uint8))
+
+
+def _of_mxfp8(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """(48, 256) each: usual, tiny and huge weights, zeros, and neighbors of very different size."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(-105, 120, (48, 8), generator=generator).repeat_interleave(32, dim=1)
+    within = torch.randint(-12, 1, (48, 256), generator=generator)
+    mixed = torch.ldexp(torch.randn(48, 256, generator=generator), blocks + within)
+    mixed[::3, 64:128] = 0
+    plain = {f"{scale:g}": _adversarial(torch.float32, scale, 1) for scale in (1e-30, 1e-5, 0.02, 1.0, 30.0, 1e34)}
+    largest = torch.full((48, 256), torch.finfo(dtype).max, dtype=dtype)
+    least = torch.full((48, 256), 2.0**-118)
+    weights = plain | {"zeros": torch.zeros(48, 256), "mixed": mixed, "largest": largest, "least": least}
+    return {name: weight.to(dtype) for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_mxfp8_bytes_are_those_of_torchao(dtype: torch.dtype) -> None:
+    module = _peer("torchao.prototype.mx_formats.mx_tensor")
+    floor = _peer("torchao.prototype.mx_formats.config").ScaleCalculationMode.FLOOR
+    seen = set()
+    for name, weight in _of_mxfp8(dtype).items():
+        theirs = module.MXTensor.to_mx(weight, torch.float8_e4m3fn, mxfp8.BLOCK, floor)
+        ours = mxfp8.pack(weight)
+        assert torch.equal(ours["weight_scale"], theirs.scale.view(torch.uint8)), name
+        assert torch.equal(ours["weight"].view(torch.uint8), theirs.qdata.view(torch.uint8)), name
+        assert torch.equal(mxfp8.operand(ours, torch.float32), theirs.dequantize(torch.float32)), name
+        seen |= {*ours["weight_scale"].flatten().tolist()}
+    assert {0, 1, 246} <= seen and len(seen) > 180
+
+
+def test_torchao_halves_mxfp8_weights_whose_scale_is_the_smallest() -> None:
+    """It divides by 2^-126 where the byte, 0, means 2^-127 to itself too: its codes are those of half the weights."""
+    module = _peer("torchao.prototype.mx_formats.mx_tensor")
+    floor = _peer("torchao.prototype.mx_formats.config").ScaleCalculationMode.FLOOR
+    weight = torch.ldexp(_adversarial(torch.bfloat16, 1.0, 0).float().clamp(-4, 4), torch.tensor(-121))
+    scale, codes = module.to_mx(weight, torch.float8_e4m3fn, mxfp8.BLOCK, floor)
+    ours = mxfp8.pack(weight)
+    assert not bool(scale.view(torch.uint8).any()) and not bool(ours["weight_scale"].any())
+    of_half = mxfp8.encode(weight / 2, {"weight_scale": ours["weight_scale"]})
+    assert torch.equal(of_half["weight"].view(torch.uint8), codes.view(torch.uint8))
+    theirs = module.to_dtype(codes, scale, torch.float8_e4m3fn, mxfp8.BLOCK, torch.float32)
+    exact, found = weight.double(), mxfp8.operand(ours, torch.float32).double()
+    assert float((found - exact).norm() / exact.norm()) < 0.03
+    assert float((theirs.double() - exact / 2).norm() / exact.norm()) < 0.03
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_compressed_tensors_has_our_mxfp8_but_for_its_scale_rule(dtype: torch.dtype) -> None:
+    """Under our scales its codes and weights are ours; its own scales are twice as large from 1.75 x 2^k on."""
+    compressor = _peer("compressed_tensors.compressors.mxfp8.base").MXFP8QuantizationCompressor
+    rule = _peer("compressed_tensors.quantization.utils.mxfp_utils").generate_mx_scales
+    quantization = _peer("compressed_tensors.quantization")
+    weights = quantization.QuantizationArgs(
+        num_bits=8, type="float", symmetric=True, strategy="group", group_size=32, scale_dtype=torch.uint8
+    )
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
+    weight = _adversarial(dtype, 0.02, 0)
+    weight[:2] = 0.01  # scales of zeros are NaN there
+    ours = mxfp8.pack(weight)
+    given = {"weight": weight, "weight_scale": mxfp8.unit(ours).to(dtype)}
+    _assert_same_bytes(ours, compressor.compress(given, scheme))
+    theirs = compressor.decompress(dict(ours), scheme)["weight"]
+    assert torch.equal(mxfp8.operand(ours, torch.float32), theirs.float())
+    maxima = torch.tensor([1.0, 1.5, 1.7421875, 1.75, 1.9921875]).to(dtype)
+    up = rule(maxima, 8).int() - mxfp8.scales(maxima[:, None].repeat(1, 32))["weight_scale"].flatten().int()
+    assert up.tolist() == [0, 0, 0, 1, 1]
 
 
 def test_e2m1_rounds_as_torchao_does() -> None:

@@ -23,7 +23,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(input_ids=IDS).logits.float()
 
 
-@pytest.mark.parametrize("quant", ["bf16", "nvfp4", "mxfp4", "nf4", "int4"])
+@pytest.mark.parametrize("quant", ["bf16", "nvfp4", "mxfp4", "mxfp8", "nf4", "int4"])
 def test_transformers_computes_what_the_policy_computes(make_policy: Any, tmp_path: Path, quant: str) -> None:
     policy = make_policy("lora.train_norms=true", quant=quant, width=64, sharp=True, adapted=True)
     with torch.no_grad():

@@ -29,6 +29,7 @@ from qerl_bench.quantizer.rtn import RoundToNearest
 from qerl_core.checks import ConfigError
 from qerl_kernels import nvfp4
 from tests.weight_formats import BLOCKS, PLAIN, symmetric
+from tests.weight_formats import FORMATS as SHARED
 
 NAMES = ("rtn", "mse", "awq", "gptq")
 TEXT = Calibration(file=None, samples=4, length=32, seed=0)
@@ -45,8 +46,9 @@ FORMATS = [
     NF4(name="nf4", double_quant=False, backend="own", **PLAIN),
     NF4(name="nf4", double_quant=True, backend="own", **PLAIN),
     *(symmetric(name, block, "float32") for name, block in BLOCKS),
+    SHARED["mxfp8"],
 ]
-IDS = ["nvfp4", "torchao", "mxfp4", "nf4", "nf4-double", *(f"{name}-{block}" for name, block in BLOCKS)]
+IDS = ["nvfp4", "torchao", "mxfp4", "nf4", "nf4-double", *(f"{name}-{block}" for name, block in BLOCKS), "mxfp8"]
 formats = pytest.mark.parametrize("spec", FORMATS, ids=IDS)
 
 
@@ -348,6 +350,7 @@ def _output_change(model: Any, packed: Any) -> float:
         NVFP4_SPEC,
         MXFP4(name="mxfp4", scale_rule="even", **PLAIN),
         NF4(name="nf4", double_quant=False, backend="own", **PLAIN),
+        SHARED["mxfp8"],
     ],
     ids=lambda s: s.name,
 )

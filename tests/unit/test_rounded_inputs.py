@@ -36,7 +36,7 @@ from tests.weight_formats import PLAIN, symmetric
 
 ROUNDED = tuple(kind for kind in ACTIVATIONS if kind != "none")
 kinds = pytest.mark.parametrize("kind", ROUNDED)
-FORMATS = ("nvfp4", "mxfp4", "nf4", "fp8", "int8", "int4")
+FORMATS = ("nvfp4", "mxfp4", "nf4", "fp8", "int8", "int4", "mxfp8")
 
 
 def _x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -43,7 +43,7 @@ from qerl_core.rundir.checkpoints import check_checkpoint
 from qerl_core.rundir.durable import check_new_folder
 from qerl_core.rundir.finished_run import chosen_checkpoint, own_folders, stored_config, without_training
 
-FORMATS = "fp8|int8|int4|nvfp4|mxfp4|nf4"
+FORMATS = "fp8|mxfp8|int8|int4|nvfp4|mxfp4|nf4"
 USAGE = f"usage: qerl-bench export model=PATH_OR_ID quant={FORMATS} out=DIR [option=value ...]"
 IN_16_BITS = "usage: qerl-bench export RUN_DIR out=DIR [checkpoint=... device=... dtype=bfloat16|float16|float32]"
 ROUNDED = f"usage: qerl-bench export RUN_DIR quant={FORMATS} out=DIR [checkpoint=... device=... questions=N samples=N]"

@@ -17,6 +17,7 @@ from typing import Any
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.foreign import BITSANDBYTES, COMPRESSED, MODELOPT, RELEASED, SQUARES, Foreign
 from qerl_bench.quant.mxfp4 import MXFP4
+from qerl_bench.quant.mxfp8 import MXFP8
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quant.symmetric import FP8, INT4, INT8
@@ -26,6 +27,7 @@ from qerl_core.checks import ConfigError, require
 PACK_FORMATS: dict[str, type[BlockFormat]] = {  # of compressed-tensors
     "nvfp4-pack-quantized": NVFP4,
     "mxfp4-pack-quantized": MXFP4,
+    "mxfp8-quantized": MXFP8,
     "float-quantized": FP8,
     "int-quantized": INT8,
     "pack-quantized": INT4,  # or INT8, as `num_bits` says

@@ -54,7 +54,7 @@ STYLES = {
 # Okabe and Ito's palette for color-blind readers, without its yellow, which is too faint for a line on white.
 FORMAT_COLORS = {
     **{"bf16": "#000000", "nf4": "#0072B2", "mxfp4": "#009E73", "nvfp4": "#D55E00"},
-    **{"fp8": "#117733", "int8": "#88CCEE", "int4": "#AA4499"},
+    **{"fp8": "#117733", "mxfp8": "#A6761D", "int8": "#88CCEE", "int4": "#AA4499"},
 }
 OTHER_COLORS = ("#882255", "#56B4E9", "#E69F00", "#7F7F7F", "#CC79A7", "#44AA99", "#999933", "#332288")
 SIZES = ("size", "width", "titlepad")  # ends of the names of settings in points
