@@ -148,28 +148,29 @@ def require_whole(name: str, runs: Mapping[tuple[str, int, int], Run]) -> None:
         require(len(pairs) == len(dict(pairs)), f"{name} has {what}: {sorted(pairs)}; leave one out")
 
 
-def numbers_of(own: str, run: Run, others: bool = True) -> dict[str, float]:
+def numbers_of(own: str, run: Run, others: bool = True, late: Sequence[int] = LATE) -> dict[str, float]:
     """What is compared of a run in the format `own`: shares of answers, rewards, the logarithm of entropy in nats.
 
-    Without `others` it has answered in no other format.
+    Without `others` it has answered in no other format. The mean of the evaluations `late` is compared, of which the
+    last is after the last step.
     """
     asked = {
-        name: at(run, f"eval/{'' if form == own else f'in/{form}/'}lenient_{mode}", LATE[-1])
+        name: at(run, f"eval/{'' if form == own else f'in/{form}/'}lenient_{mode}", late[-1])
         for name, (mode, form) in ASKED.items()
         if others or form == own
     }
     series = {name: run.series("train", name) for name in TRAINED}
-    lacking = [name for name, values in series.items() if len(values) != LATE[-1]]
-    require(not lacking, f"{run.name} has not {LATE[-1]} steps of {', '.join(lacking)}: leave its copy out")
+    lacking = [name for name, values in series.items() if len(values) != late[-1]]
+    require(not lacking, f"{run.name} has not {late[-1]} steps of {', '.join(lacking)}: leave its copy out")
     train = pd.DataFrame(series)
     steps: Any = train.assign(kind="train").to_dict("records")
-    before, late = at(run, "eval/lenient_sampled", 0), np.mean([at(run, "eval/lenient_sampled", step) for step in LATE])
+    before, end = at(run, "eval/lenient_sampled", 0), np.mean([at(run, "eval/lenient_sampled", step) for step in late])
     return asked | {
         "before": before,
-        "late": float(late),
-        "gain": float(late) - before,
-        "greedy": at(run, "eval/lenient_greedy", LATE[-1]),
-        "answering": asked["sampled in bf16"] - at(run, "eval/lenient_sampled", LATE[-1]),
+        "late": float(end),
+        "gain": float(end) - before,
+        "greedy": at(run, "eval/lenient_greedy", late[-1]),
+        "answering": asked["sampled in bf16"] - at(run, "eval/lenient_sampled", late[-1]),
         "first": float(train["reward/mean"].iloc[:FIRST].mean()),
         "last": float(train["reward/mean"].iloc[-LAST:].mean()),
         "entropy": math.log(train["entropy"].iloc[-LAST:].mean()),
