@@ -100,8 +100,8 @@ def key_biases() -> str:
             ratio = "-"
             if part.endswith("apart"):
                 times = mean_ci(np.log(kl[kind, "keys"] / kl[kind, part]))
-                ratio = "{:.1f} [{:.1f}, {:.1f}]".format(*np.exp([times.value, times.low, times.high]))
-            rows.append([MODELS[file.parent.name], kind, part, mean_ci(kl[kind, part]).text("{:.4f}".format), ratio])
+                ratio = "{:,.0f} [{:,.0f}, {:,.0f}]".format(*np.exp([times.value, times.low, times.high]))
+            rows.append([MODELS[file.parent.name], kind, part, mean_ci(kl[kind, part]).text("{:.2g}".format), ratio])
     return markdown_table(["", "kind", "rounded", "KL", "times less with biases apart"], rows)
 
 
