@@ -19,8 +19,8 @@ import pandas as pd
 from mechanism import FORMATS, MARGIN, read
 from rates import FORMATS as OF_RATES
 from rates import HERE as RATES_PART
-from rates import SHARES, is_whole, levels, numbers_of, read_size, require_whole, table_of
-from rates_analysis.contrasts import RATES, Asked, Contrast, effect, minus, own_best, tested
+from rates import LAST, SHARES, is_whole, levels, numbers_of, read_size, require_whole, table_of
+from rates_analysis.contrasts import COPIES, RATES, Asked, Contrast, effect, has_trained, minus, own_best, tested
 
 from qerl_core.exits import guarded
 from qerl_core.options import user_options
@@ -46,7 +46,11 @@ NF4_SAYS = {
     "higher": "NF4 ends higher than NVFP4, the opposite of what the paper says",
     SAME: "NF4 and NVFP4 differ by less than half of what NVFP4 cost before",
 }
-FP8_SAYS = {SAME: "FP8 learns as BF16", "lower": "FP8 ends lower than BF16", "higher": "FP8 ends higher than BF16"}
+FP8_SAYS = {
+    SAME: "FP8 ends within 2.3 points of BF16",
+    "lower": "FP8 ends lower than BF16",
+    "higher": "FP8 ends higher than BF16",
+}
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,8 @@ def rows_of(pairing: Pairing) -> tuple[Any, list[int]]:
         require_whole(pairing.design.name, there)
         for (arm, _, _), run in there.items():
             row = {"arm": arm, "copy": copy, "session": run.path.parent.name}
-            rows.append(row | numbers_of(OWN[arm], run, others=arm != "full"))
+            apart = float(run.series("train", "mismatch/kl").iloc[-LAST:].mean())
+            rows.append(row | numbers_of(OWN[arm], run, others=arm != "full") | {"mismatch": apart})
     return pd.DataFrame(rows), lacking
 
 
@@ -189,7 +194,19 @@ def fp8_page(pairing: Pairing) -> str:
 def fp8_words(rows: Any) -> list[str]:
     found = tested(rows, OF_FP8, MARGIN)
     said = FP8_SAYS.get(found["fp8 - bf16"].word, "Whether FP8 learns as BF16 is not decided")
-    return [table_of(found), f"**{said}.**", *rewards(rows, [("fp8", "bf16")]), *shown(rows)]
+    if all(one.word == SAME for one in found.values()):
+        said = "FP8 learns as BF16"
+    if has_trained(rows, "bf16") and not has_trained(rows, "fp8") and rows["copy"].nunique() >= COPIES:
+        said = "FP8 does not learn"
+    apart = [[arm, f"{of['mismatch'].mean():.4f}"] for arm, of in rows.groupby("arm", sort=False)]
+    return [
+        table_of(found),
+        f"**{said}.**",
+        *rewards(rows, [("fp8", "bf16")]),
+        "### `mismatch/kl` in the last eight steps, nats a token",
+        markdown_table(["arm", "mean over copies"], apart),
+        *shown(rows),
+    ]
 
 
 def rewards(rows: Any, pairs: Sequence[tuple[str, str]]) -> list[str]:

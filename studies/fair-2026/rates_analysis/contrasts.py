@@ -13,7 +13,7 @@ Where the protocol is silent:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -63,10 +63,19 @@ class Contrast(NamedTuple):
     word: str
 
 
-def tested(rows: Table, asked: Asked, margin: float = MARGIN, copies: int = COPIES) -> dict[str, Contrast]:
-    """The contrasts of one table, by name; none is decided by fewer than so many copies."""
+def tested(
+    rows: Table,
+    asked: Asked,
+    margin: float = MARGIN,
+    copies: int = COPIES,
+    enough: Callable[[Iterable[bool]], bool] = all,
+) -> dict[str, Contrast]:
+    """The contrasts of one table, by name; none is decided by fewer than so many copies.
+
+    `enough` says of which arms trained whether a contrast was tested.
+    """
     found = {name: effect(rows, *one) for name, one in asked.items()}
-    trained = [all(has_trained(rows, arm) for arm in weights) for weights, _ in asked.values()]
+    trained = [enough(has_trained(rows, arm) for arm in weights) for weights, _ in asked.values()]
     raw = [one.p_outside(0.0) if ok else math.nan for one, ok in zip(found.values(), trained, strict=True)]
     each = zip(found.values(), raw, holm(raw).tolist(), trained, strict=True)
     contrasts = [

@@ -98,7 +98,7 @@ def table(error: float = 0.005, **ends: float) -> Any:
             late = end + 0.01 * (session == "b") + error * draw.standard_normal()
             asked = dict.fromkeys([*PAGE.SHARES, "sampled in bf16", "answering"], late)
             row = {"arm": arm, "copy": copy, "session": session, "entropy": -1.0, "collapsed": 0.0}
-            rows.append(row | asked | {"first": 0.1, "last": late})
+            rows.append(row | asked | {"first": 0.1, "last": late, "mismatch": 0.004})
     return pd.DataFrame(rows)
 
 
@@ -125,8 +125,14 @@ def test_nf4_has_the_words_of_its_protocol(end: float, said: str) -> None:
     ],
 )
 def test_fp8_has_the_words_of_its_protocol(end: float, error: float, said: str) -> None:
-    found = PAGE.fp8_words(table(error=error, fp8=end, bf16=0.30))
-    assert f"**{said}.**" in found and "| fp8 - bf16 |" in found[3]
+    rows = table(error=error, fp8=end, bf16=0.30)
+    found = PAGE.fp8_words(rows)
+    assert f"**{said}.**" in found and "| fp8 - bf16 |" in found[3] and "| fp8 | 0.0040 |" in found[5]
+    only_late = PAGE.fp8_words(rows.assign(**{"sampled in bf16": rows["late"] + 0.1 * (rows["arm"] == "fp8")}))
+    assert said != "FP8 learns as BF16" or "**FP8 ends within 2.3 points of BF16.**" in only_late
+    failed = rows.assign(first=0.9 * (rows["arm"] == "fp8"))
+    assert "**FP8 does not learn.**" in PAGE.fp8_words(failed)
+    assert "**FP8 does not learn.**" not in PAGE.fp8_words(failed[failed["copy"] < 58])
 
 
 def test_noise_decides_nothing_about_nf4() -> None:
