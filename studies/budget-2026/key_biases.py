@@ -1,6 +1,7 @@
 """What rounded keys cost with and without the biases of their layers, on committed answers; a CPU will do.
 
-    python studies/budget-2026/key_biases.py model.id=FILE.gguf task.train_file=FILE task.eval_file=FILE > data/NAME.csv
+    python studies/budget-2026/key_biases.py model.id=FILE.gguf task.train_file=FILE \\
+        task.eval_file=FILE > keys.csv
 
 A model of the family Qwen2 adds a bias to each key, the same at every token but for its rotation. KL(unrounded ||
 rounded) over the whole vocabulary, in nats a token, of keys in each kind, of keys from which the rotated bias is taken

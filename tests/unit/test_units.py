@@ -11,7 +11,7 @@ import yaml
 
 from qerl_bench.conduct.probe_queue import probed, records
 from qerl_core.checks import ConfigError
-from qerl_studies.design.design import Arm, Design, read_design
+from qerl_studies.design.design import Arm, Design, judged_by_page, read_design
 from qerl_studies.design.units import read_units
 
 HUB = {"common": ["model=hub", "model.id=x.gguf", "task=arithmetic"], "seeds": 2}
@@ -35,6 +35,13 @@ def test_every_copy_has_seeds_of_its_own_and_all_arms_share_it(tmp_path: Path) -
     assert all("model.dither=5" in one for (_, base, _), one in words.items() if base == 5)
     assert words["bf16", 1, 0][-1] == words["nvfp4", 1, 0][-1] == "seed=2"
     assert design.tree_of(design.reference, 5)["model"]["dither"] == 5
+
+
+def test_a_study_is_judged_by_claims_or_by_its_page(tmp_path: Path) -> None:
+    assert study(tmp_path, units={"dither": [1]}, judged_by="page") and judged_by_page(tmp_path)
+    assert study(tmp_path, units={"dither": [1]}, judged_by="claims") and not judged_by_page(tmp_path)
+    with pytest.raises(ConfigError, match="judged_by must be one of claims, page"):
+        study(tmp_path, units={"dither": [1]}, judged_by="pages")
 
 
 def test_copies_of_several_sizes_share_their_draws_and_seeds(tmp_path: Path) -> None:

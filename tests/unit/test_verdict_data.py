@@ -154,3 +154,15 @@ def test_without_a_protocol_or_git_there_is_no_commit(tmp_path: Path) -> None:
     assert protocol_commit(tmp_path, None) is None
     (tmp_path / "protocol.md").write_text("# What we expect\n")
     assert protocol_commit(tmp_path, 0.0) is None
+
+
+def test_a_study_whose_own_page_judges_it_is_left_out_and_named(
+    others: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(others / "mine", tmp_path / "mine")
+    page, paged = tmp_path / "paged", {"mine": folder, "paged": tmp_path / "paged"}
+    shutil.copytree(folder, page)
+    assert [*verdicts_of(paged)["studies"]] == ["mine", "paged"]
+    (page / "study.yaml").write_text("judged_by: page\n")
+    assert [*verdicts_of(paged)["studies"]] == ["mine"]
+    assert "paged has no verdict: its own page judges it" in capsys.readouterr().err

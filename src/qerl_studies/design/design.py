@@ -11,6 +11,7 @@
     dose: {rise: 0.1, prompts: 64, draws: 8} # share by which aqn=matched raises the entropy of each base
     gates: {pass_at_1: [0.15, 0.65]}         # which are asked, and their limits, if not those of BUILT_IN (limits.py)
     primary: {...}                           # the few contrasts that it is about, if it says so (primary.py)
+    judged_by: page                          # which has the words of its protocol; claims.json has none (default: claims)
 
 Tier 1 is run on all bases before tier 2 begins. A control shows that the task has a gain to be had (`gain`), or that
 more exploration by known means pays in it (`exploration`); `true` is the second if its words heat the sampler or reward
@@ -33,6 +34,7 @@ from qerl_core.checks import (
     ConfigError,
     check_fields,
     count,
+    one_of,
     optional,
     require,
     text,
@@ -49,6 +51,7 @@ from qerl_studies.design.units import Unit, read_seeds, read_units
 
 DTYPE = "model.dtype"  # what arms of one model may differ in: training all weights needs 32 bits
 EXPLORES = ("rollout.temperature=", "train.entropy_coef=")  # beginnings of the words of known means
+JUDGED_BY, CLAIMS, PAGE = "judged_by", "claims", "page"
 CONTROL = Check(lambda value: isinstance(value, bool) or value in ("gain", "exploration"), "gain, exploration or true")
 
 
@@ -231,6 +234,12 @@ def read_yaml(path: Path) -> Any:
         ) from None
 
 
+def judged_by_page(folder: Path) -> bool:
+    """Whether the study in a folder says that its own page judges it."""
+    content = read_yaml(folder / "study.yaml") if (folder / "study.yaml").is_file() else None
+    return isinstance(content, dict) and content.get(JUDGED_BY) == PAGE
+
+
 def read_design(path: Path, words: Sequence[str] = ()) -> Design:
     """The design in a YAML file; a common word that has the key of one of `words` is replaced by it, others are added.
 
@@ -238,7 +247,10 @@ def read_design(path: Path, words: Sequence[str] = ()) -> Design:
     """
     written = read_yaml(path)
     repeated = "units" if isinstance(written, dict) and "units" in written else "bases"
-    chosen = {key: written.pop(key, None) if isinstance(written, dict) else None for key in ("gates", "primary")}
+    chosen = {
+        key: written.pop(key, None) if isinstance(written, dict) else None for key in ("gates", "primary", JUDGED_BY)
+    }
+    one_of(CLAIMS, PAGE)(f"{path}: {JUDGED_BY}", CLAIMS if chosen[JUDGED_BY] is None else chosen[JUDGED_BY])
     content = _object(str(path), written, {"common", repeated, "seeds", "arms", "probe", "dose"})
     units = read_units(content)
     set_by_units = {word.partition("=")[0] for unit in units.values() for word in unit.words}

@@ -25,6 +25,7 @@ from qerl_studies.claims.evaluate import evaluate_claims
 from qerl_studies.claims.match import Stratum, all_accept
 from qerl_studies.claims.primary import look
 from qerl_studies.claims.registry import QERL, claims_of, families
+from qerl_studies.design.design import judged_by_page
 from qerl_studies.design.gates import gates, override
 from qerl_studies.design.looks import at_last_look, runs_of, with_primary
 from qerl_studies.design.primary import MEASURES, Primary
@@ -50,6 +51,7 @@ SETTING = {  # config keys that a reader of a verdict asks for, by their names i
     "top_p": "eval.top_p",
 }
 EARLY = "no look at its primary contrasts yet. Its primary.md, by analysis/study_report.py, tells how far it is"
+OWN_WORDS = "its own page judges it, as its study.yaml says"
 NO_EFFECT = "its runs give no claim an effect. qerl-bench claims tells what is missing"
 
 
@@ -83,6 +85,9 @@ def verdicts_of(studies: Mapping[str, Path]) -> dict[str, Any]:
     content: dict[str, Any] = {"studies": {}, "verdicts": []}
     lacking: dict[str, str] = {}
     for study, folder in studies.items():
+        if judged_by_page(folder):
+            lacking[study] = OWN_WORDS
+            continue
         packed = any(study_of(file.parent) for file in folder.glob(f"data/*/{SETTINGS}*"))
         sessions = read_once(folder) if packed or with_primary(folder) else None
         if sessions is not None and (primary := sessions.design.primary) is not None:
