@@ -11,7 +11,7 @@
     dose: {rise: 0.1, prompts: 64, draws: 8} # share by which aqn=matched raises the entropy of each base
     gates: {pass_at_1: [0.15, 0.65]}         # which are asked, and their limits, if not those of BUILT_IN (limits.py)
     primary: {...}                           # the few contrasts that it is about, if it says so (primary.py)
-    judged_by: page                          # which has the words of its protocol; claims.json has none (default: claims)
+    judged_by: page                          # has the words of its protocol, and claims.json none (default: claims)
 
 Tier 1 is run on all bases before tier 2 begins. A control shows that the task has a gain to be had (`gain`), or that
 more exploration by known means pays in it (`exploration`); `true` is the second if its words heat the sampler or reward
