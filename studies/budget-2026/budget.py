@@ -24,7 +24,7 @@ from qerl_core.rundir.durable import write_atomically
 from qerl_core.statistics import Estimate, mean_ci
 from qerl_studies.figures.probe import ProbePanel, in_panels
 from qerl_studies.figures.style import save
-from qerl_studies.probes.budget import MEASURES, NAMES, NOTHING, Cells, alone, cell_name, shapley
+from qerl_studies.probes.budget import MEASURES, NAMES, NOTHING, Cells, alone, cell_name, over_copies, shapley, whole
 from qerl_studies.probes.budget_page import read_table
 from qerl_studies.tables.markdown import markdown_table
 
@@ -42,11 +42,11 @@ SETTINGS = (("All parts", NAMES), ("Keys in 16 bits", WITHOUT_KEYS))
 
 def main(arguments: list[str] | None = None) -> None:
     KeyValueParser(__doc__).parse_args(arguments)
-    records = {name: read(HERE / "data" / name) for name in MODELS if (HERE / "data" / name).is_dir()}
+    records = {name: read(HERE / "data" / name) for name in MODELS}
     results = HERE / "results"
     results.mkdir(exist_ok=True)
     write_atomically(results / "shares.md", page(records))
-    save(figure({name: records[name] for name in DRAWN if name in records}), results / "shares")
+    save(figure({name: records[name] for name in DRAWN}), results / "shares")
     print(results / "shares.md", results / "shares.svg", sep="\n")
 
 
@@ -76,9 +76,8 @@ def table(records: Mapping[str, Mapping[str, Any]], parts: Sequence[str], measur
     rows = []
     for name, record in records.items():
         before = mean_ci([one[NOTHING][measure] for one in record["copies"].values()])
-        shares = estimates(record, lambda cells: shapley(cells, parts, measure), parts)
-        rise = mean_ci([one[cell_name(parts)][measure] - one[NOTHING][measure] for one in record["copies"].values()])
-        rows.append([MODELS[name], before.text("{:.3f}".format), *map(said, (rise, *shares.values()))])
+        shares = over_copies(record, shapley, measure, parts).values()
+        rows.append([MODELS[name], before.text("{:.3f}".format), *map(said, (whole(record, measure, parts), *shares))])
     return markdown_table(["", "nothing rounded", "rise", *parts], rows)
 
 
@@ -86,8 +85,7 @@ def singles(records: Mapping[str, Mapping[str, Any]]) -> str:
     """A row for each model: KL with one part rounded and nothing else."""
     rows = []
     for name, record in records.items():
-        found = estimates(record, lambda cells: alone(cells, NAMES, "texts_kl"), NAMES)
-        rows.append([MODELS[name], *map(said, found.values())])
+        rows.append([MODELS[name], *map(said, over_copies(record, alone, "texts_kl", NAMES).values())])
     return markdown_table(["", *NAMES], rows)
 
 
@@ -105,12 +103,6 @@ def key_biases() -> str:
     return markdown_table(["", "kind", "rounded", "KL", "times less with biases apart"], rows)
 
 
-def estimates(record: Mapping[str, Any], of: Any, parts: Sequence[str]) -> dict[str, Estimate]:
-    """What `of` gives of the cells of a copy, for each part: the mean over copies, with its interval."""
-    each = [of(cells) for cells in record["copies"].values()]
-    return {part: mean_ci([one[part] for one in each]) for part in parts}
-
-
 def in_per_cent(cells: Cells, parts: Sequence[str], measure: str) -> dict[str, float]:
     """Shapley shares in per cent of the rise of this copy."""
     rise = cells[cell_name(parts)][measure] - cells[NOTHING][measure]
@@ -122,7 +114,7 @@ def figure(records: Mapping[str, Mapping[str, Any]]) -> Any:
     for title, parts in SETTINGS:
         lines = {}
         for name, record in records.items():
-            shares = estimates(record, lambda cells, parts=parts: in_per_cent(cells, parts, "texts_kl"), parts)
+            shares = over_copies(record, in_per_cent, "texts_kl", parts)
             lines[MODELS[name]] = [(one.value, one.low, one.high) for one in shares.values()]
         panels.append(ProbePanel(title=title, axis="", at=parts, lines=lines, label="% of the KL", apart=len(parts)))
     drawn = in_panels(

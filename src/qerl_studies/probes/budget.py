@@ -56,18 +56,20 @@ def last(cells: Cells, parts: Sequence[str], measure: str) -> dict[str, float]:
     return {part: whole - cells[cell_name({*parts} - {part})][measure] for part in parts}
 
 
-def over_copies(record: Mapping[str, Any], of: Any, measure: str) -> dict[str, Estimate]:
-    """`of`, one of the functions above, of each part: the mean over copies, with its interval."""
+def over_copies(
+    record: Mapping[str, Any], of: Any, measure: str, parts: Sequence[str] | None = None
+) -> dict[str, Estimate]:
+    """`of`, one of the functions above, of each of `parts`, by default all: the mean over copies, with its interval."""
     from qerl_core.statistics import mean_ci  # with scipy
 
-    parts = record["parts"]
-    each = [of(cells, parts, measure) for cells in record["copies"].values()]
-    return {part: mean_ci([one[part] for one in each]) for part in parts}
+    asked: Sequence[str] = record["parts"] if parts is None else parts
+    each = [of(cells, asked, measure) for cells in record["copies"].values()]
+    return {part: mean_ci([one[part] for one in each]) for part in asked}
 
 
-def whole(record: Mapping[str, Any], measure: str) -> Estimate:
-    """The rise from nothing rounded to everything, over copies."""
+def whole(record: Mapping[str, Any], measure: str, parts: Sequence[str] | None = None) -> Estimate:
+    """The rise from nothing rounded to all of `parts`, by default everything, over copies."""
     from qerl_core.statistics import mean_ci  # with scipy
 
-    end = cell_name(record["parts"])
+    end = cell_name(record["parts"] if parts is None else parts)
     return mean_ci([cells[end][measure] - cells[NOTHING][measure] for cells in record["copies"].values()])
