@@ -74,6 +74,20 @@ def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert wrong[0] in capsys.readouterr().err
 
 
+def test_updates_are_timed_on_the_same_ragged_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench, out = importlib.import_module("updating"), tmp_path / "updates.csv"
+    fp8 = "fp8+quant.activations=fp8+train.gradients=fp8"
+    bench.main(f"--shape tiny --formats bf16 {fp8} --completions 8 --repeats 1 --tokens 8192 --out {out}".split())
+    with out.open(newline="") as file:
+        bf16, other = csv.DictReader(file)
+    assert (bf16["format"], other["format"]) == ("bf16", fp8)
+    assert float(bf16["times_the_first"]) == 1 and bf16["tokens"] == other["tokens"]
+    assert float(other["times_the_first"]) == pytest.approx(float(other["update_s"]) / float(bf16["update_s"]))
+    with pytest.raises(SystemExit):
+        bench.main(["--completions", "12"])
+    assert "--completions must be a multiple of 8" in capsys.readouterr().err
+
+
 def test_it_rounds_the_inputs_of_a_format_that_does() -> None:
     spec = build(compose(["quant=fp8", "quant.activations=fp8", "model=shape/tiny", "task=shape", "eval=none"]))
     policy = importlib.import_module("decoding").random_policy(spec, 4, "cpu")
