@@ -13,8 +13,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from statistics import median
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Never, cast
 
 import timing
 import torch
@@ -29,7 +28,13 @@ from qerl_core.rundir.run_dir import RunDir
 
 FORMATS = ("bf16", "fp8+quant.activations=fp8", "fp8+quant.activations=fp8+train.gradients=fp8")
 FIRST = 64  # completions
-NO_RUN = cast(RunDir, SimpleNamespace())  # is written to only if a number is not finite
+
+
+class NoRun:
+    """In the place of a run's folder, of which an update has need only if it must be made again or left out."""
+
+    def __getattr__(self, name: str) -> Never:
+        raise SystemExit("an update did not fit into memory, or was not finite: lower --tokens")
 
 
 class Arm:
@@ -44,7 +49,7 @@ class Arm:
 
     def seconds(self, batch: Batch) -> float:
         started = time.perf_counter()
-        update(self.experiment, self.policy, self.optimizer, batch, NO_RUN, 1)  # its metrics wait for the device
+        update(self.experiment, self.policy, self.optimizer, batch, cast(RunDir, NoRun()), 1)  # waits for the device
         return time.perf_counter() - started
 
 
@@ -75,6 +80,7 @@ def measure(options: Namespace) -> Iterator[dict[str, Any]]:
             seconds[arm.name].append(arm.seconds(batch))
             print(f"update {number + 1}: {arm.name} {seconds[arm.name][-1]:.2f} s", flush=True)
     reference = median(seconds[options.formats[0]])
+    matmuls = {arm.name: " + ".join(dict.fromkeys(arm.policy.kernels.values())) for arm in arms}
     for name, found in seconds.items():
         yield {
             "format": name,
@@ -85,6 +91,7 @@ def measure(options: Namespace) -> Iterator[dict[str, Any]]:
             "least_s": min(found),
             "most_s": max(found),
             "times_the_first": median(found) / reference,
+            "matmuls": matmuls[name],
         }
 
 
@@ -95,7 +102,7 @@ def main(words: list[str] | None = None) -> None:
         "--formats", nargs="+", default=list(FORMATS), help="the first is what others are compared with"
     )
     parser.add_argument("--completions", type=int, default=512, help="a multiple of 8, the size of a group")
-    parser.add_argument("--tokens", type=int, default=32_768, help="of a micro-batch")
+    parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args(words)
     if options.completions % 8 or min(options.completions, options.repeats) < 1:
