@@ -80,6 +80,7 @@ FULL_SAYS = {
     SAME: "LoRA in NVFP4 matches full training, as the paper says",
 }
 OF_RANKS = Pairing(STUDY / "ranks", STUDY / "mechanism", {"nvfp4": "nvfp4"})
+RANKS_COPIES = 7
 FP8 = Pairing(STUDY / "fp8", STUDY / "mechanism", {"bf16": "bf16"})
 
 
@@ -181,7 +182,7 @@ def ranks_page(pairing: Pairing) -> str:
 
 
 def ranks_words(rows: Any) -> list[str]:
-    found = tested(rows, RANKS, MARGIN)
+    found = tested(rows, RANKS, MARGIN, RANKS_COPIES)
     return [table_of(found), f"**{verdict(found.values())}.**", *rewards(rows, PAIRS), *shown(rows)]
 
 
