@@ -193,8 +193,8 @@ def test_arms_are_read_with_those_of_the_other_part_in_the_same_session(tmp_path
             patch.setitem(costs, arm, end)
             patch.setitem(early, arm, 0.0)
         PART_8.pack(own, "a", range(51, 55), PART_8.trained)
-        PART_8.pack(own, "other", range(55, 59), PART_8.trained)
-        assert "copies 55, 56, 57, 58 lack a run in a common session" in PAGE.ranks_page(pairing)
+        PART_8.pack(own, "other", [55, 57, 58], PART_8.trained)
+        assert "copies 55, 57, 58 lack a run in a common session" in PAGE.ranks_page(pairing)
         (own / "data" / "other").rename(own / "data" / "b")
         page = PAGE.ranks_page(pairing)
     assert "**The rank matters.**" in page and "| rank-64 - rank-16 | -5.30 [" in page
