@@ -46,6 +46,11 @@ def kl(from_: Sequence[torch.Tensor], to: Sequence[torch.Tensor]) -> float:
     return sum(sums)
 
 
+def acceptance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
+    """The chance that a token drafted by either is accepted by the other, min(p, q) over the vocabulary: their sum."""
+    return sum(torch.minimum(p, q).exp().sum(-1).double().sum().item() for p, q in zip(one, other, strict=True))
+
+
 def entropy(of: Sequence[torch.Tensor]) -> float:
     """In nats, the sum over all tokens."""
     return sum(-(p.exp() * p).nan_to_num().sum(-1).double().sum().item() for p in of)

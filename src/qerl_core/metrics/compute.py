@@ -46,8 +46,8 @@ def token_metrics(table: TokenTable, on_policy: bool) -> dict[str, float]:
 
     `sequence_gap` has one entry per completion. MISMATCH_SPLIT needs the column `noisy_logprobs`, ROUTING
     `router_changed`, with an entry per expert of a token, IMPORTANCE_SAMPLING `importance` and `importance_raw`,
-    BY_POSITION `position`, BY_SIGN `advantages`, KL_TO_BASE `base_gap`, base minus policy. These metrics are left out without them.
-    `noisy_measured` is 1 for the tokens that `noisy_logprobs` has.
+    BY_POSITION `position`, BY_SIGN `advantages`, KL_TO_BASE `base_gap`, base minus policy. These metrics are left out
+    without them. `noisy_measured` is 1 for the tokens that `noisy_logprobs` has.
     """
     values = {"entropy_clean": table["entropy"].mean().item(), "entropy_t1": table["entropy_t1"].mean().item()}
     if not on_policy:
