@@ -24,7 +24,7 @@ from qerl_core.rundir.durable import write_atomically
 from qerl_core.statistics import Estimate, mean_ci
 from qerl_studies.figures.probe import ProbePanel, in_panels
 from qerl_studies.figures.style import save
-from qerl_studies.probes.budget import MEASURES, NAMES, NOTHING, Cells, alone, cell_name, over_copies, shapley, whole
+from qerl_studies.probes.budget import NAMES, NOTHING, Cells, alone, cell_name, measures_of, over_copies, shapley, whole
 from qerl_studies.probes.budget_page import read_table
 from qerl_studies.tables.markdown import markdown_table
 
@@ -62,7 +62,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def page(records: Mapping[str, Mapping[str, Any]]) -> str:
     lines = ["# Shares of each part, in nats a token (right answers: of 1)", "Brackets are 95 % intervals over copies."]
-    for measure, title in MEASURES.items():
+    for measure, title in measures_of(next(iter(records.values()))["copies"]).items():
         lines.append(f"## {title[0].upper()}{title[1:]}")
         for setting, parts in SETTINGS:
             lines += [f"{setting}:", table(records, parts, measure)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gc
 import itertools
 import json
@@ -21,12 +22,23 @@ from qerl_bench.config import build, compose
 from qerl_bench.model_setup import build_policy
 from qerl_bench.probe import budget, scoring
 from qerl_bench.probe.budget import Cells, compared, experiments_of, subsets
-from qerl_bench.probe.scoring import entropy, kl, passes, scores
+from qerl_bench.probe.scoring import acceptance, entropy, kl, passes, scores
 from qerl_core.checks import ConfigError
 from qerl_core.records import Rollout
 from qerl_kernels import nvfp4
 from qerl_studies.probes import budget_page
-from qerl_studies.probes.budget import MEASURES, NAMES, NOTHING, alone, cell_name, last, over_copies, shapley, whole
+from qerl_studies.probes.budget import (
+    MEASURES,
+    NAMES,
+    NOTHING,
+    alone,
+    cell_name,
+    last,
+    measures_of,
+    over_copies,
+    shapley,
+    whole,
+)
 
 IDS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26]
 WORDS = (
@@ -91,6 +103,8 @@ def test_intervals_are_over_copies_and_a_table_that_was_written_gives_the_page_a
     assert whole(record, "texts_kl").value == 4.0
     again = record | {"copies": budget_page.read_table(budget_page.table(record))}
     assert budget_page.markdown(again) == budget_page.markdown(record)
+    earlier = "\n".join(",".join(row[:4] + row[5:]) for row in csv.reader(budget_page.table(record).splitlines()))
+    assert MEASURES.keys() - measures_of(budget_page.read_table(earlier)) == {"texts_acceptance"}
     assert "| keys | +2.0000 [-0.4841, +4.4841] | 50% |" in budget_page.markdown(record)
 
 
@@ -194,7 +208,8 @@ def test_a_pass_has_as_many_rollouts_as_memory_allows_and_numbers_do_not_depend_
         with cells.cell(("weights",)):
             after = scores(cells.policy, rollouts)
     tokens = sum(len(one.token_ids) for one in rollouts)
-    expected = [total / tokens for total in (kl(before, after), kl(after, before), entropy(after))]
+    both = kl(before, after), kl(after, before)
+    expected = [total / tokens for total in (*both, entropy(after), acceptance(before, after))]
     assert expected[0] > 0.001 and all(one == pytest.approx(expected, rel=1e-4) for one in found)
 
 
@@ -249,6 +264,8 @@ def test_the_command_writes_the_page_of_what_it_measured(tmp_path: Path, capsys:
     record = json.loads((tmp_path / "budget.json").read_text())
     (cells,) = record["copies"].values()
     assert set(cells) == {NOTHING, "weights", "keys", "weights+keys"}
+    accepted = {name: one["texts_acceptance"] for name, one in cells.items()}
+    assert accepted[NOTHING] == pytest.approx(1, abs=1e-6) and 0.5 < accepted["weights"] < 0.9999
     assert cells[NOTHING]["texts_kl"] == pytest.approx(0, abs=1e-9) and cells["weights+keys"]["texts_kl"] > 0
     assert cells[NOTHING]["own_entropy"] == cells[NOTHING]["texts_entropy"]  # the texts are its own samples
     page = (tmp_path / "budget.md").read_text()

@@ -288,7 +288,13 @@ def sft(
 
 
 def test_the_documented_names_are_those_of_a_sampled_step(sampled: Step) -> None:
-    always = (definitions.ROLLOUT, definitions.TRAIN, definitions.MISMATCH_SPLIT, definitions.NOISE_DOSE)
+    always = (
+        definitions.ROLLOUT,
+        definitions.TRAIN,
+        definitions.MISMATCH_SPLIT,
+        definitions.NOISE_DOSE,
+        definitions.BY_SIGN,
+    )
     bins = {f"mismatch/kl_by_position_{first}" for first in (1, 4)}  # of 12 tokens
     assert set(sampled.found) == {name for table in always for name in table} | bins | PARTS
 

@@ -339,6 +339,47 @@ def test_the_bins_of_positions_are_eight_powers_of_four() -> None:
     assert compute.kl_by_position(gaps[:1], gaps[:1], torch.tensor([64])) == {"mismatch/kl_by_position_64": 0.0}
 
 
+def test_shares_by_sign_by_hand() -> None:
+    """Gaps of ln 2 up and down: k3 is 1 - ln 2 and ln 2 - 1/2. A token of advantage 0, far off, counts nowhere."""
+    up, down = 1 - math.log(2), math.log(2) - 0.5
+    gaps = torch.tensor([1, -1, 1, -1, -1, 0, 50]).double() * math.log(2)
+    advantages = torch.tensor([2.0, 0.5, -1, -1e-3, -7, -1, 0]).double()
+    whole = 2 * up + 3 * down
+    found = compute.kl_by_sign(gaps - 1, torch.full_like(gaps, -1), advantages)
+    assert [*found] == [*definitions.BY_SIGN]
+    assert [*found.values()] == pytest.approx([2 * down / whole, up / whole, down / whole, up / whole], rel=1e-12)
+    assert sum(found.values()) == pytest.approx(1, abs=1e-15)
+    lone = compute.kl_by_sign(gaps[1:2], torch.zeros(1).double(), advantages[4:5])
+    assert [*lone.values()] == [1, 0, 0, 0]
+    tiny = torch.tensor([1e-12, -1e-12]).double()  # exp(d) - d - 1 would be 0 or below
+    assert [*compute.kl_by_sign(tiny, 0 * tiny, tiny).values()] == pytest.approx([0.5, 0, 0, 0.5], rel=1e-3)
+
+
+def test_without_a_gap_or_an_advantage_there_is_no_share() -> None:
+    gaps, some = torch.tensor([0.3, -0.2]).double(), torch.tensor([1.0, -1.0]).double()
+    for trainer, advantages in ((0 * gaps, some), (gaps, 0 * some), (1e4 * gaps, some)):
+        assert compute.kl_by_sign(trainer, 0 * gaps, advantages) == {}
+
+
+@pytest.mark.parametrize("words", [(), ("importance_sampling.split_mismatch=false", "kl.coef=0.1")])
+def test_shares_by_sign_are_of_the_tokens_trained_on(
+    make_policy: Maker, make_experiment: Maker, words: tuple[str, ...]
+) -> None:
+    experiment, policy, batch = _world(make_policy, make_experiment, *words)
+    with torch.no_grad():
+        trains = policy.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
+    found, _ = _run(experiment, policy, batch)
+    sums = dict.fromkeys(definitions.BY_SIGN, 0.0)
+    for row, column in batch.mask.nonzero().tolist():
+        gap, advantage = float(trains[row, column] - batch.sampler_logprobs[row, column]), float(batch.advantages[row])
+        if advantage:
+            sign, side = "negative" if advantage < 0 else "positive", "below" if gap < 0 else "above"
+            sums[f"mismatch/kl_frac_{sign}_{side}"] += math.exp(gap) - gap - 1
+    whole = math.fsum(sums.values())
+    for name, part in sums.items():
+        assert found[name] == pytest.approx(part / whole, rel=1e-3) and part > 0
+
+
 @pytest.mark.parametrize(
     "words",
     [

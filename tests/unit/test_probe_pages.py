@@ -82,6 +82,19 @@ def test_differences_are_paired_within_units_and_intervals_are_over_them() -> No
     assert one.value == pytest.approx(-1 / 6) and one.n == 1 and one.stderr == pytest.approx(1 / 6)
 
 
+def test_what_formats_are_worth_as_drafts_is_shown_over_units_where_it_was_measured() -> None:
+    units = copies()
+    plain = markdown(units)
+    accepted = {"bf16": [[4, 6]] * 3, "nvfp4": [[3, 5], [4, 5], [3, 4]]}  # of 10 tokens
+    for quant, each in accepted.items():
+        for one, sums in zip(units, each, strict=True):
+            one["formats"][quant]["draft"] = {"tokens": [4, 6], "accepted": sums, "verifications": [1, 3]}
+    page = markdown(units)
+    mean = mean_ci([0.8, 0.9, 0.7])
+    assert page is not None and f"| {mean.text('{:.4f}'.format)} | 2.5000 |" in page and "| 1.0000 | 2.5000 |" in page
+    assert plain is not None and "as a draft" in page and "as a draft" not in plain
+
+
 def test_models_are_never_averaged_and_copies_only_with_those_of_their_size() -> None:
     models = [unit(["model=hub", f"model.id={name}"], {"bf16": [1]}, {"bf16": 0.5}) for name in ("a/b", "c/d")]
     assert [*groups(models)] == ["a/b", "c/d"]

@@ -27,7 +27,7 @@ from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.probe.answers import AnswerSet, sample_answers
 from qerl_bench.probe.one_model import UNTOLD, probe_plan
 from qerl_bench.probe.parts import Keep, Parts
-from qerl_bench.probe.scoring import entropy, kl, passes, scores
+from qerl_bench.probe.scoring import acceptance, entropy, kl, passes, scores
 from qerl_bench.quant.base import ACTIVATIONS, KEYS_AND_VALUES, BlockFormat
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.run_setup import prepare_device
@@ -39,7 +39,7 @@ from qerl_core.records import Prompt, Rollout
 from qerl_core.rundir.environment import environment
 from qerl_core.rundir.stops import note_at_stop
 from qerl_kernels.activations import round_blocks
-from qerl_studies.probes.budget import KEYS, cell_name
+from qerl_studies.probes.budget import KEYS, MEASURES, cell_name
 
 Matrices = Mapping[tuple[torch.nn.Module, str], torch.Tensor]  # by module and name of its parameter
 
@@ -184,8 +184,9 @@ def measure_copy(
     """The numbers of each cell, by its name: on the texts, and on its own samples, means over tokens in nats.
 
     `texts_kl` is KL(unrounded || cell), `own_kl` KL(cell || unrounded), both over the whole vocabulary at temperature
-    1; `right` is by the last number of an answer where the task has one, else by its format. The policies are given
-    back at the end, so that another copy has their memory.
+    1; `texts_acceptance` is of a token that the cell drafts for the unrounded policy; `right` is by the last number of
+    an answer where the task has one, else by its format. The policies are given back at the end, so that another copy
+    has their memory.
     """
     cells = Cells(plain, few, options.budget, device)
     engine = plain.engine.build(cells.policy)
@@ -207,12 +208,13 @@ def _numbers(
 ) -> dict[str, float]:
     with cells.cell(parts):
         own = asked()
-    texts_kl, _, texts_entropy = compared(cells, parts, texts)
-    _, own_kl, own_entropy = compared(cells, parts, own.rollouts)
+    texts_kl, _, texts_entropy, accepted = compared(cells, parts, texts)
+    _, own_kl, own_entropy, _ = compared(cells, parts, own.rollouts)
     right = [row["correct"] if row["lenient"] is None else row["lenient"] for row in own.rows]
     return {
         "texts_kl": texts_kl,
         "texts_entropy": texts_entropy,
+        "texts_acceptance": accepted,
         "own_kl": own_kl,
         "own_entropy": own_entropy,
         "right": sum(map(float, right)) / len(right),
@@ -220,19 +222,19 @@ def _numbers(
     }
 
 
-def compared(cells: Cells, parts: Collection[str], rollouts: Sequence[Rollout]) -> tuple[float, float, float]:
-    """KL(unrounded || cell), KL(cell || unrounded) and the entropy of the cell in nats, means over all tokens.
+def compared(cells: Cells, parts: Collection[str], rollouts: Sequence[Rollout]) -> list[float]:
+    """KL(unrounded || cell), KL(cell || unrounded), the entropy of the cell in nats, and the acceptance of its drafts.
 
-    A pass is scored twice and given back before the next, so memory does not grow with the rollouts.
+    Means over all tokens. A pass is scored twice and given back before the next, so memory does not grow with them.
     """
-    sums = np.zeros(3)
+    sums = np.zeros(4)
     for one in passes(rollouts):
         unrounded = scores(cells.policy, one)
         with cells.cell(parts):
             rounded = scores(cells.policy, one)
-        sums += kl(unrounded, rounded), kl(rounded, unrounded), entropy(rounded)
-    there, back, rounded_entropy = (sums / sum(len(one.token_ids) for one in rollouts)).tolist()
-    return there, back, rounded_entropy
+        there, back = kl(unrounded, rounded), kl(rounded, unrounded)
+        sums += there, back, entropy(rounded), acceptance(unrounded, rounded)
+    return (sums / sum(len(one.token_ids) for one in rollouts)).tolist()
 
 
 def budget_of(options: Any, words: Sequence[str]) -> tuple[dict[str, Any], Path, Parts]:
@@ -249,7 +251,7 @@ def budget_of(options: Any, words: Sequence[str]) -> tuple[dict[str, Any], Path,
     prompts = probe_plan(options).prompts_of(plain.task)
     digest = digest_of(plain.model, base_checkpoint(plain.model, plain.task, plain.root))
     asked = options.budget, options.samples, options.copies, digest, each, prompts
-    parts = Parts(out, repr(asked))
+    parts = Parts(out, repr((asked, [*MEASURES])))
     record: dict[str, Any] = {
         "model": name_of_base(plain.model),
         "task": plain.task.name,

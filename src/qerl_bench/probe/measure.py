@@ -19,6 +19,7 @@ from qerl_bench.engine.base import RolloutEngine
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.policy import Policy
 from qerl_bench.probe.answers import AnswerSet, first, numbers, table
+from qerl_bench.probe.drafting import drafting
 from qerl_bench.probe.parts import Keep, anew, kept_answers
 from qerl_bench.task.base import Task
 from qerl_bench.train.spec import TrainSpec
@@ -96,6 +97,7 @@ def measure(
         "entropy": found["entropy"],
         "temperatures": {f"{one.temperature:g}": numbers(one) for one in asked},
         "kl": keep("kl", lambda: kl_between(experiment.train, policy, plain, reference)),
+        "draft": keep("draft", lambda: draft_of(experiment.train, policy, plain.samples, reference)),
         "curve": noise_curve(experiment, policy, engine, plan, keep),
         "norm_scale": policy.noise.median_scale(),
         "tokens_per_s": sum(one.tokens for one in asked) / sum(one.seconds for one in asked),
@@ -129,6 +131,12 @@ def kl_between(train: TrainSpec, policy: Policy, plain: AnswerSet, reference: Re
             "own": kl_to(reference.train, 1.0, reference.policy, scored(plain)),
             "of_reference": kl_to(train, 1.0, policy, reference.rollouts),
         }
+
+
+def draft_of(train: TrainSpec, policy: Policy, samples: int, reference: Reference) -> dict[str, list[float]]:
+    """What this policy is worth as a draft of the reference, on answers of the reference."""
+    assert reference.policy is not None
+    return drafting(train, reference.policy, policy, reference.rollouts, samples)
 
 
 def answers_of(

@@ -46,6 +46,15 @@ def kl(from_: Sequence[torch.Tensor], to: Sequence[torch.Tensor]) -> float:
     return sum(sums)
 
 
+def acceptance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
+    """The chance that a token drafted by either is accepted by the other, the sum over all tokens.
+
+    Of each it is that of min(p, q) over the vocabulary, taken as 1 - sum |p - q| / 2, which is 1 exactly of equal ones.
+    """
+    far = [(p.exp() - q.exp()).abs().sum(-1).double() / 2 for p, q in zip(one, other, strict=True)]
+    return sum((1 - each).sum().item() for each in far)
+
+
 def entropy(of: Sequence[torch.Tensor]) -> float:
     """In nats, the sum over all tokens."""
     return sum(-(p.exp() * p).nan_to_num().sum(-1).double().sum().item() for p in of)

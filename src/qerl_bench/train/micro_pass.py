@@ -168,6 +168,7 @@ def before_first_update(
         entropy=layout.completion(clean.entropy),
         entropy_t1=layout.completion(clean.entropy_t1),
         position=layout.completion(batch.mask.cumsum(1)),  # in its completion, from 1
+        advantages=layout.completion(batch.advantages[:, None].expand_as(batch.mask)),
     )
     gap = torch.where(batch.mask, (trainer_logprobs - batch.sampler_logprobs).double(), 0.0)
     tokens.add(sequence_gap=gap.sum(1).index_select(0, micro_batch.completed))

@@ -46,8 +46,8 @@ def token_metrics(table: TokenTable, on_policy: bool) -> dict[str, float]:
 
     `sequence_gap` has one entry per completion. MISMATCH_SPLIT needs the column `noisy_logprobs`, ROUTING
     `router_changed`, with an entry per expert of a token, IMPORTANCE_SAMPLING `importance` and `importance_raw`,
-    BY_POSITION `position`, KL_TO_BASE `base_gap`, base minus policy. These metrics are left out without them.
-    `noisy_measured` is 1 for the tokens that `noisy_logprobs` has.
+    BY_POSITION `position`, BY_SIGN `advantages`, KL_TO_BASE `base_gap`, base minus policy. These metrics are left out
+    without them. `noisy_measured` is 1 for the tokens that `noisy_logprobs` has.
     """
     values = {"entropy_clean": table["entropy"].mean().item(), "entropy_t1": table["entropy_t1"].mean().item()}
     if not on_policy:
@@ -56,6 +56,8 @@ def token_metrics(table: TokenTable, on_policy: bool) -> dict[str, float]:
     values |= mismatch_metrics(trainer, sampler) | {"mismatch/ess_sequence": ess(table["sequence_gap"])}
     if "position" in columns:
         values |= kl_by_position(trainer, sampler, table["position"])
+    if "advantages" in columns:
+        values |= kl_by_sign(trainer, sampler, table["advantages"])
     if "base_gap" in columns:
         values["kl_to_base"] = k3(table["base_gap"]).mean().item()
     if "noisy_logprobs" in columns:
@@ -101,6 +103,20 @@ def kl_by_position(trainer: torch.Tensor, sampler: torch.Tensor, position: torch
         if bool(inside.any()):
             found[f"mismatch/kl_by_position_{first}"] = estimate[inside].mean().item()
     return found
+
+
+def kl_by_sign(trainer: torch.Tensor, sampler: torch.Tensor, advantages: torch.Tensor) -> dict[str, float]:
+    """Shares of mismatch/kl by the signs of the advantage and of trainer - sampler, all (n,): arXiv 2610.07043.
+
+    They are of the tokens whose advantage is not 0, and sum to 1. Empty if none of these has a gap, or one overflows.
+    """
+    gap = trainer - sampler
+    estimate = (gap.expm1() - gap) * (advantages != 0)  # k3, never below 0 by rounding
+    whole, found = estimate.sum(), {}
+    for sign, token in (("negative", advantages < 0), ("positive", advantages > 0)):
+        for side, inside in (("below", gap < 0), ("above", gap > 0)):
+            found[f"mismatch/kl_frac_{sign}_{side}"] = (estimate[token & inside].sum() / whole).item()
+    return found if 0 < whole < math.inf else {}
 
 
 def k3(difference: torch.Tensor) -> torch.Tensor:

@@ -168,6 +168,13 @@ BY_POSITION = {  # bins without tokens are left out
     for first, end in zip(POSITIONS, (*POSITIONS[1:], None), strict=True)
     for which in [f"{first} on" if end is None else f"{first} to {end - 1}"]
 }
+BY_SIGN = {  # the four sum to 1; left out where no token of advantage not 0 has a gap
+    f"mismatch/kl_frac_{sign}_{side}": Metric(
+        "share", f"of the sum behind mismatch/kl over tokens of advantage not 0: {sign} ones, trainer {side} sampler"
+    )
+    for sign in ("negative", "positive")
+    for side in ("below", "above")
+}
 IMPORTANCE_SAMPLING = {  # only with importance_sampling.mode other than none
     "importance_sampling/weight_mean": Metric(
         "-", "mean over tokens of the importance weight that multiplied the loss"
@@ -187,33 +194,33 @@ KL_TO_BASE = {  # every kl.every steps
         "train.mismatch_share of the micro-batches",
     ),
 }
-_PARTS_OF_STDERR = {
+_PARTS = {
     "_stderr_questions": "the part of it that more samples would not remove",
     "_stderr_sampling": "the part of it that comes from sampling the answers",
 }
+
+
+def _score(name: str, definition: str, parts: dict[str, str] | None = None) -> dict[str, Metric]:
+    said = {"": definition, "_stderr": "its standard error over questions", **(parts or {})}
+    return {f"{name}{end}": Metric("share", text) for end, text in said.items()}
+
+
 EVAL = {
-    "eval/accuracy_greedy": Metric("share", "held-out questions answered correctly by greedy decoding"),
-    "eval/accuracy_greedy_stderr": Metric("share", "its standard error over questions"),
+    **_score("eval/accuracy_greedy", "held-out questions answered correctly by greedy decoding"),
     "eval/accuracy_greedy_truncated": Metric("share", "greedy completions cut at the token limit"),
     "eval/accuracy_greedy_format_failed": Metric("share", "greedy completions without an answer in task.answer_format"),
-    "eval/accuracy_sampled": Metric("share", "held-out questions answered correctly, mean over samples (pass@1)"),
-    "eval/accuracy_sampled_stderr": Metric("share", "its standard error over questions"),
-    **{f"eval/accuracy_sampled{part}": Metric("share", said) for part, said in _PARTS_OF_STDERR.items()},
+    **_score("eval/accuracy_sampled", "held-out questions answered correctly, mean over samples (pass@1)", _PARTS),
     "eval/accuracy_sampled_truncated": Metric("share", "sampled completions cut at the token limit"),
     "eval/accuracy_sampled_format_failed": Metric(
         "share", "sampled completions without an answer in task.answer_format"
     ),
-    "eval/majority": Metric("share", "questions whose most frequent answer of all samples is correct (maj@n)"),
-    "eval/majority_stderr": Metric("share", "its standard error over questions"),
-    "eval/pass_at_k": Metric("share", "questions that one of eval.k samples answers correctly, unbiased (pass@k)"),
-    "eval/pass_at_k_stderr": Metric("share", "its standard error over questions"),
+    **_score("eval/majority", "questions whose most frequent answer of all samples is correct (maj@n)"),
+    **_score("eval/pass_at_k", "questions that one of eval.k samples answers correctly, unbiased (pass@k)"),
 }
 VALIDATION = {  # at a few steps, on the first of the held-out questions: eval/validation.py
     "validation/questions": Metric("questions", "held-out questions of this point"),
-    "validation/accuracy_greedy": Metric("share", "as eval/accuracy_greedy, of these questions"),
-    "validation/accuracy_greedy_stderr": Metric("share", "its standard error over questions"),
-    "validation/accuracy_sampled": Metric("share", "as eval/accuracy_sampled, of these questions, up to four samples"),
-    "validation/accuracy_sampled_stderr": Metric("share", "its standard error over questions"),
+    **_score("validation/accuracy_greedy", "as eval/accuracy_greedy, of these questions"),
+    **_score("validation/accuracy_sampled", "as eval/accuracy_sampled, of these questions, up to four samples"),
 }
 
 
@@ -221,7 +228,7 @@ def _gains(of: str, where: str) -> dict[str, Metric]:
     stderr = {"_stderr": "standard error of the paired difference"}
     return {
         f"eval/gain_{where}{mode}{part}": Metric("share", said)
-        for mode, more in (("greedy", stderr), ("sampled", stderr | _PARTS_OF_STDERR))
+        for mode, more in (("greedy", stderr), ("sampled", stderr | _PARTS))
         for part, said in {"": f"eval/{of}_{mode} minus that of step 0, the same questions", **more}.items()
     }
 
@@ -229,17 +236,10 @@ def _gains(of: str, where: str) -> dict[str, Metric]:
 EVAL_GAIN = _gains("accuracy", "")  # at every evaluation after that of step 0, which is of the quantized base
 # Of tasks with an answer format whose gold answers are numbers: right if the last number of a finished completion is.
 LENIENT = {
-    "eval/lenient_greedy": Metric(
-        "share", "held-out questions whose finished greedy completion ends in the right number"
-    ),
-    "eval/lenient_greedy_stderr": Metric("share", "its standard error over questions"),
-    "eval/lenient_sampled": Metric("share", "the same of sampled completions, mean over samples"),
-    "eval/lenient_sampled_stderr": Metric("share", "its standard error over questions"),
-    **{f"eval/lenient_sampled{part}": Metric("share", said) for part, said in _PARTS_OF_STDERR.items()},
-    "validation/lenient_greedy": Metric("share", "as eval/lenient_greedy, of the questions of that point"),
-    "validation/lenient_greedy_stderr": Metric("share", "its standard error over questions"),
-    "validation/lenient_sampled": Metric("share", "as eval/lenient_sampled, of these questions, up to four samples"),
-    "validation/lenient_sampled_stderr": Metric("share", "its standard error over questions"),
+    **_score("eval/lenient_greedy", "held-out questions whose finished greedy completion ends in the right number"),
+    **_score("eval/lenient_sampled", "the same of sampled completions, mean over samples", _PARTS),
+    **_score("validation/lenient_greedy", "as eval/lenient_greedy, of the questions of that point"),
+    **_score("validation/lenient_sampled", "as eval/lenient_sampled, of these questions, up to four samples"),
 }
 LENIENT_GAIN = _gains("lenient", "lenient_")
 # With eval=lm_eval eval.protocol=standard: lm-eval's filters for correct answers.
@@ -271,6 +271,7 @@ TABLES = {  # what makes a run write them: the metrics
     "Sampler, trainer and noise apart (`importance_sampling.split_mismatch`, one draw of noise a step)": MISMATCH_SPLIT,
     "Weights on the loss (`importance_sampling.mode` other than none)": IMPORTANCE_SAMPLING,
     "Mismatch by position (bins that have tokens)": BY_POSITION,
+    "Mismatch by the signs of advantage and gap (if there is some)": BY_SIGN,
     "Penalty (`kl.coef` above 0)": KL,
     "Distance to the base (every `kl.every` steps)": KL_TO_BASE,
     "First step with noise": NOISE_DOSE,

@@ -19,6 +19,7 @@ NOTHING = "none"
 MEASURES = {  # of a cell, and what a page calls them
     "texts_kl": "KL on the texts",
     "texts_entropy": "entropy on the texts",
+    "texts_acceptance": "acceptance as a draft",
     "own_kl": "KL on own samples",
     "own_entropy": "entropy of own samples",
     "right": "right answers",
@@ -29,6 +30,12 @@ Cells = Mapping[str, Mapping[str, float]]  # numbers by name of the cell
 def cell_name(parts: Collection[str]) -> str:
     """The name of the cell in which `parts` are rounded, whatever their order."""
     return "+".join(sorted(parts, key=NAMES.index)) or NOTHING
+
+
+def measures_of(copies: Mapping[str, Cells]) -> dict[str, str]:
+    """Those of MEASURES that the cells have: earlier budgets have no acceptance."""
+    (first, *_), *_ = (list(cells.values()) for cells in copies.values())
+    return {measure: title for measure, title in MEASURES.items() if measure in first}
 
 
 def shapley(cells: Cells, parts: Sequence[str], measure: str) -> dict[str, float]:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from qerl_core.statistics import Estimate
 from qerl_studies.figures.probe import ProbePanel, in_panels
-from qerl_studies.probes.budget import MEASURES, NOTHING, alone, last, over_copies, shapley, whole
+from qerl_studies.probes.budget import MEASURES, NOTHING, alone, last, measures_of, over_copies, shapley, whole
 from qerl_studies.tables.markdown import markdown_table
 
 DRAWN = ("texts_kl", "texts_entropy", "own_kl", "own_entropy")  # measures of the figure
@@ -21,7 +21,7 @@ COLUMNS = ("copy", "cell", *MEASURES, "tokens")  # of budget.csv
 def markdown(record: Mapping[str, Any]) -> str:
     """The page; `record` is what budget.json holds."""
     lines = [f"# Precision budget of {record['model']}", asked(record), "## The whole", markdown_table(*ends(record))]
-    for measure, title in MEASURES.items():
+    for measure, title in measures_of(record["copies"]).items():
         lines += [f"## {title[0].upper()}{title[1:]}", markdown_table(*shares(record, measure))]
     return "\n\n".join(lines) + "\n"
 
@@ -37,14 +37,14 @@ def asked(record: Mapping[str, Any]) -> str:
         f"each at temperature 1, at most {record['max_completion_tokens']} tokens, on "
         f"{environment['gpu'] or environment['cpu']}. The texts are the samples of the cell in which nothing is "
         "rounded. KL on the texts is from it to a cell, on own samples from the cell to it; both, and entropies, are "
-        f"in nats a token, over the whole vocabulary. {several}"
+        f"in nats a token, over the whole vocabulary; acceptance is of one token that a cell drafts for it. {several}"
     )
 
 
 def ends(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """A row for each measure: nothing rounded, everything rounded, the rise."""
     lines = []
-    for measure, title in MEASURES.items():
+    for measure, title in measures_of(record["copies"]).items():
         rise = whole(record, measure)
         start = sum(cells[NOTHING][measure] for cells in record["copies"].values()) / len(record["copies"])
         lines.append([title, f"{start:.4f}", f"{start + rise.value:.4f}", said(rise)])
@@ -100,10 +100,11 @@ def _rows(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def read_table(text: str) -> dict[str, dict[str, dict[str, float]]]:
-    """`copies` of a record, from budget.csv."""
+    """`copies` of a record, from budget.csv, which earlier had no acceptance."""
     copies: dict[str, dict[str, dict[str, float]]] = {}
     for row in csv.DictReader(io.StringIO(text)):
-        copies.setdefault(row["copy"], {})[row["cell"]] = {name: float(row[name]) for name in COLUMNS[2:]}
+        numbers = {name: float(row[name]) for name in COLUMNS[2:] if name in row}
+        copies.setdefault(row["copy"], {})[row["cell"]] = numbers
     return copies
 
 

@@ -12,6 +12,7 @@ from qerl_core.statistics import Estimate, found_among, over_questions, over_sam
 from qerl_studies.effects.estimate import share
 
 MOST_CUT = 0.03  # share of answers
+DRAFTED = 4  # tokens before each pass of a policy that verifies drafts
 PARTS = 10  # of a completion, whose entropies are told apart
 
 

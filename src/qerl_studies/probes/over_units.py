@@ -14,7 +14,7 @@ import numpy as np
 
 from qerl_core.statistics import Estimate, mean_ci
 from qerl_studies.effects.estimate import over_units
-from qerl_studies.probes.numbers import accuracy, pass_at
+from qerl_studies.probes.numbers import DRAFTED, accuracy, pass_at
 from qerl_studies.probes.simex import DEGREES, extrapolated
 
 Record = Mapping[str, Any]  # the probe of a unit
@@ -113,6 +113,35 @@ def pass_k(temperature: str, k: int) -> Number:
 
 def kl(way: str) -> Number:
     return lambda record, quant: record["formats"][quant]["kl"][way]
+
+
+def drafts(part: str, whole: str) -> Number:
+    """The ratio of two sums of `drafting` over the questions of a record, NaN of an earlier one.
+
+    One number a question: their mean is the ratio, and their spread is the error of a ratio to first order.
+    """
+
+    def of(record: Record, quant: str) -> np.ndarray | float:
+        if "draft" not in record["formats"][quant]:
+            return math.nan
+        parts, wholes = (np.array(record["formats"][quant]["draft"][name]) for name in (part, whole))
+        ratio = parts.sum() / wholes.sum()
+        return ratio + (parts - ratio * wholes) / wholes.mean()
+
+    return of
+
+
+DRAFTS = {
+    "acceptance as a draft": drafts("accepted", "tokens"),
+    f"tokens per verification of {DRAFTED} drafts": drafts("tokens", "verifications"),
+}
+
+
+def distances(units: Sequence[Record]) -> dict[str, Number]:
+    """How far a format is from the first, by what it is called; as a draft only if a unit has that."""
+    drafted = any("draft" in one for unit in units for one in unit["formats"].values())
+    kls = {"KL on own answers": kl("own"), "KL on answers of the first": kl("of_reference")}
+    return kls | (DRAFTS if drafted else {})
 
 
 def dose(at: int, key: str) -> Number:

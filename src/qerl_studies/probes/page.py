@@ -11,7 +11,7 @@ from typing import Any
 from qerl_core.statistics import Estimate, mean_ci
 from qerl_studies.effects.estimate import share
 from qerl_studies.probes.numbers import accuracy, of_scale, pass_at, signal
-from qerl_studies.probes.over_units import mean_of, minus, right_at
+from qerl_studies.probes.over_units import DRAFTS, mean_of, minus, right_at
 from qerl_studies.tables.markdown import markdown_table
 
 Table = tuple[list[str], list[list[str]]]  # heads, rows
@@ -82,9 +82,10 @@ def accuracies(record: Mapping[str, Any]) -> Table:
 
 
 def sizes(formats: Mapping[str, Any]) -> Table:
-    """KL, entropy ratio, speed and memory of each weight format."""
+    """KL, entropy ratio, worth as a draft, speed and memory of each weight format."""
     quiet = next(iter(formats.values()))["entropy"]
-    heads = ["quant", "entropy ratio", "KL on own answers", "KL on answers of the first", "tokens/s"]
+    drafts = DRAFTS if all("draft" in one for one in formats.values()) else {}
+    heads = ["quant", "entropy ratio", "KL on own answers", "KL on answers of the first", *drafts, "tokens/s"]
     heads += ["weights GiB", "peak GiB"]
     lines = [
         [
@@ -92,6 +93,7 @@ def sizes(formats: Mapping[str, Any]) -> Table:
             f"{one['entropy'] / quiet:.3f}",
             f"{one['kl']['own']:.2g}",
             f"{one['kl']['of_reference']:.2g}",
+            *(mean_of([{"formats": formats}], quant, of).text("{:.3f}".format) for of in drafts.values()),
             f"{one['tokens_per_s']:.0f}",
             f"{one['weights_gib']:.2f}",
             f"{one['memory_gib']:.1f}",

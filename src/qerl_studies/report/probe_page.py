@@ -16,12 +16,12 @@ from qerl_studies.probes.over_units import (
     Record,
     by_scale,
     detailed,
+    distances,
     dose,
     entropy_at,
     entropy_of_part,
     formats_of,
     groups,
-    kl,
     log_over,
     mean_accuracy,
     mean_of,
@@ -89,17 +89,17 @@ def passes(units: Sequence[Record]) -> str:
 
 
 def entropies(units: Sequence[Record]) -> str:
-    """Entropy by temperature as a ratio to the first format, and the KL of each format."""
+    """Entropy by temperature as a ratio to the first format, KL, and what each format is worth as a draft."""
     temperatures = [*units[0]["formats"][formats_of(units)[0]]["temperatures"]]
-    heads = ["quant", *(f"entropy at {at}" for at in temperatures), "KL on own answers", "KL on answers of the first"]
+    heads = ["quant", *(f"entropy at {at}" for at in temperatures), *distances(units)]
     first, *others = formats_of(units)
     levels = [f"{mean_of(units, first, entropy_at(at)).value:.4f}" for at in temperatures]
-    lines = [[first, *levels, *_kls(units, first)]]
+    lines = [[first, *levels, *_distances(units, first)]]
     lines += [
         [
             quant,
             *(times(mean_of(units, quant, log_over(first, entropy_at(at)))) for at in temperatures),
-            *_kls(units, quant),
+            *_distances(units, quant),
         ]
         for quant in others
     ]
@@ -296,5 +296,5 @@ def _or_dash(estimate: Estimate, *show: Callable[[float], str]) -> str:
     return "-" if math.isnan(estimate.value) else estimate.text(*show)
 
 
-def _kls(units: Sequence[Record], quant: str) -> list[str]:
-    return [bracketed(mean_of(units, quant, kl(way)), "{:.4f}") for way in ("own", "of_reference")]
+def _distances(units: Sequence[Record], quant: str) -> list[str]:
+    return [bracketed(mean_of(units, quant, number), "{:.4f}") for number in distances(units).values()]
