@@ -16,7 +16,8 @@ Of runs collected in one folder it keeps all series; all else as above.
 
 Of a folder that probes packed it keeps all answers, the texts of the first questions, entropies in
 half precision, which is three digits, and the probes as gzip. With `--small` it keeps less of many answers: greedy
-texts alone, lengths as above, and no entropies of single answers; the probes have their means.
+texts alone, lengths as above, and no entropies of single answers; the probes have their means. If runs are packed
+with them, lengths of their answers are rounded too, and their numbers are left as they are.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if (options.study / archive.ANSWERS).is_file():
         cut_probes(options.study, options.small)
+        pack_answers(options.study / ANSWERS)
     elif (options.study / TIDY).is_file():
         pack_runs(pd.read_parquet(options.study / TIDY), options.study / TIDY, options.bits)
         pack_answers(options.study / ANSWERS)
