@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +30,28 @@ def test_the_protocol_is_the_frozen_one() -> None:
     assert hashlib.sha256(before.encode()).hexdigest() == FROZEN
 
 
-def points(file: str) -> list[list[str]]:
-    """The words of each run of the protocol's commands."""
+@cache
+def trees() -> list[Any]:
+    """The config of each run of the protocol's commands."""
     found: list[list[str]] = []
     for command in COMMANDS:
         grid: list[list[str]] = [[]]
-        for word in command.replace("FILE.gguf", file).split():
+        for word in command.replace("FILE.gguf", PAGE.MODELS["0.5B"]).split():
             key, _, values = word.partition("=")
             grid = [[*one, f"{key}={value}"] for one in grid for value in values.split(",")]
         found += grid
-    return found
+    return [compose(words) for words in found]
 
 
 def test_the_commands_make_the_runs_that_the_page_wants() -> None:
     cells = []
-    for words in points(PAGE.MODELS["0.5B"]):
-        tree: Any = compose(words)
+    for tree in trees():
         assert (tree.task.lengths, tree.task.name, tree.engine.name) == ("fixed", "shape", "hf")
         assert (tree.steps, tree.train.micro_batch_tokens) == (PAGE.STEPS, 8192)
         assert (tree.task.prompt_tokens, tree.task.completion_tokens) == (256, 256)
         cells.append((tree.quant.name, tree.rollout.prompts_per_step * tree.rollout.group_size))
     assert len(COMMANDS) == 2 and PAGE.Counter(cells) == PAGE.WANTED
-    assert build(compose(points(PAGE.MODELS["0.5B"])[0]))
+    assert build(trees()[0])
 
 
 def planted(form: str, machine: int) -> list[dict[str, Any]]:
@@ -69,8 +70,7 @@ def planted(form: str, machine: int) -> list[dict[str, Any]]:
 
 def pack(data: Path, machine: int, change: dict[str, float] | None = None, steps: int = 8, card: str = "") -> None:
     folder = data.parent / f"runs-{machine}"
-    for words in points(PAGE.MODELS["0.5B"]):
-        tree: Any = compose(words)
+    for tree in trees():
         lines = [line | (change or {}) for line in planted(tree.quant.name, machine)[:steps]]
         write_run(folder / tree["name"], tree, lines, DONE, {"device": "cuda", "gpu": "H200"})
     write_study(sorted(folder.iterdir()), data / f"m{machine}", mixed_code=True, metrics=("study",))
