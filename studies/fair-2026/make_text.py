@@ -42,6 +42,8 @@ def pieces_of(text: str) -> Iterator[str]:
 
 def texts_of(name: str, archive: Path) -> list[str]:
     """The addresses since 1900, by year, or the whole book."""
+    if not archive.is_file():
+        sys.exit(f"{archive} is not there: fetch it by the first line of --help, and give the folder it lies in")
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
     if found != DIGESTS[name]:
         sys.exit(f"{archive} has SHA-256 {found}, not {DIGESTS[name]}: pack the versions that are named above")

@@ -158,6 +158,17 @@ def test_a_probe_that_is_stopped_again_and_again_has_the_numbers_of_one_left_alo
     pd.testing.assert_frame_equal(*tables)
 
 
+def test_a_single_answer_format_is_what_all_is_asked_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "two-layers.gguf", model_of("qwen2"), "Q4_1")
+    monkeypatch.chdir(tmp_path)
+    words = "experiment=smoke model=two-layers.gguf task=word_problems task.max_completion_tokens=2 formats=bf16 rise=0"
+    for named, found in (("boxed", "boxed"), ("hash task.answer_format=boxed", "boxed"), ("tags", "tags")):
+        given = f"{words} questions=2 samples=2 temperatures=1 answer_formats={named} out=asked"
+        main(["probe", *given.split()])
+        record = json.loads((tmp_path / "asked" / "probe.json").read_text())
+        assert record["answer_format"] == found and ("boxed" in record["prompt"]) == (found == "boxed")
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

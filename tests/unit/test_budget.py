@@ -250,7 +250,12 @@ def test_the_policies_of_a_copy_are_given_back_before_the_next_is_built(
         ("budget=inputs formats=bf16,int4", "budget=inputs rounds them to int4.*Leave inputs out"),
         ("budget=weights formats=bf16,nvfp4+awq", "nvfp4.awq moves scales .*rtn, mse or gptq"),
         ("copies=2", "copies are of a budget"),
-        ("budget=weights formats=bf16,nvfp4 copies=2", "model.dither"),
+        ("budget=weights formats=bf16,nvfp4 copies=2", "give one, model=FILE.gguf, or leave copies out"),
+        ("budget=keys formats=bf16,nvfp4 rollout.kv=none", r"takes no rollout\.kv"),
+        ("budget=weights formats=bf16,nvfp4 train.kv=fp8", r"takes no train\.kv: .*budget=keys,values"),
+        ("budget=weights formats=bf16,nvfp4 aqn.sigma_start=0.5", "takes no aqn: a budget has no noise"),
+        ("budget=weights formats=bf16,nvfp4 temperatures=1 rise=0", "leave out temperatures, rise"),
+        ("budget=keys formats=bf16,nvfp4 engine=vllm", "engine=vllm has a copy of: use engine=hf"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(words: str, message: str, tmp_path: Path) -> None:

@@ -200,6 +200,9 @@ def test_there_is_something_to_learn_if_intervals_say_so(correct: list[int], wor
         ("rise=2", "rise must be .* got 2"),
         ("samples=1", "samples must be .* at least 2, got 1"),
         ("quant=nvfp4", "formats=bf16,nvfp4"),
+        ("rollout.quant=nvfp4", r"takes no rollout\.quant: .*formats=bf16,nvfp4"),
+        ("rollout.kv=fp8", r"takes no rollout\.kv: .*train\.kv"),
+        ("eval.kv=fp8", r"takes no eval\.kv: .*train\.kv"),
     ],
 )
 def test_a_wrong_option_is_refused(word: str, says: str) -> None:

@@ -40,6 +40,22 @@ from qerl_studies.probes.budget import NAMES
 from qerl_studies.probes.page import markdown
 
 FORMATS = ("bf16", "nvfp4", "mxfp4", "nf4")
+OF_BOTH = "sampler and scorer of a probe are one policy"
+REFUSED = {  # keys of a run, and why a probe has none of their effect
+    "quant": "it is that of one format, and a probe compares several: formats=bf16,nvfp4+gptq lists them",
+    "quantizer": "it is that of one format, and a probe compares several: formats=bf16,nvfp4+gptq lists them",
+    "rollout.quant": f"{OF_BOTH}: formats=bf16,nvfp4 lists what it has",
+    "rollout.kv": f"{OF_BOTH}: train.kv rounds keys and values in both",
+    "eval.kv": f"{OF_BOTH}: train.kv rounds keys and values in both",
+}
+REFUSED_IN_BUDGET = {
+    "train.kv": "a budget rounds them itself: budget=keys,values",
+    "quant.activations": "a budget rounds them itself: budget=inputs",
+    "kernel": "a budget swaps weights of plain modules, kernel=torch",
+    "aqn": "a budget has no noise",
+    "rollout.temperature": "a budget samples at temperature 1",
+}
+ASKED_ELSE = ("answer_formats", "temperatures", "sigmas", "texts", "contamination", "rise")  # not by a budget
 
 
 def parser() -> KeyValueParser:
@@ -171,7 +187,9 @@ def check(options: Any, words: Sequence[str]) -> None:
     for key in ("formats", "answer_formats", "temperatures", "sigmas", "budget"):
         values = [f"{one}" for one in getattr(options, key) or ()]
         require(len({*values}) == len(values), f"{key}={','.join(values)} names one twice")
-    require(
-        not {"quant", "quantizer"} & keys_of(words),
-        "quant and quantizer are those of one format, and a probe compares several: formats=bf16,nvfp4+gptq lists them",
-    )
+    for key, why in (REFUSED | REFUSED_IN_BUDGET if options.budget else REFUSED).items():
+        given = any(one == key or (key == "aqn" and one.startswith("aqn.")) for one in keys_of(words))
+        require(not given, f"a probe takes no {key}: {why}")
+    default = parser()
+    named = [key for key in ASKED_ELSE if getattr(options, key) != default.get_default(key)]
+    require(not (options.budget and named), f"a budget asks nothing else: leave out {', '.join(named)}")

@@ -38,7 +38,7 @@ def opening(experiment: Experiment) -> list[str]:
 def ending(run: Run, words: Sequence[str]) -> list[str]:
     """What the finished `run` showed, and what to type next; `words` are those of its command."""
     reward, entropy = (run.series("train", metric) for metric in ("reward/mean", "entropy"))
-    if reward.empty:
+    if reward.empty or run.option("task.name") == "shape":  # whose rewards are drawn
         return []
     ends = max(1, len(reward) // 10)
     span = "first and last step" if ends == 1 else f"means of the first and last {ends} steps"
@@ -48,11 +48,12 @@ def ending(run: Run, words: Sequence[str]) -> list[str]:
     kept = [word for word in words if word.lstrip("+~").partition("=")[0].partition(".")[0] not in VARIED]
     here = Path(sys.prefix)
     here = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
+    other = "NVFP4" if quant == "bf16" else "16 bits"
     to_type = [
         *([] if shutil.which("qerl-bench") else [f"source {here / 'bin/activate'}"]),
         shlex.join(["qerl-bench", "run", "-m", f"quant=bf16,{'nvfp4' if quant == 'bf16' else quant}", *kept]),
         f"qerl-bench report {run.path.parent}",
-        "the same in 16 bits and without noise; then all runs on one page, with intervals",
+        f"the same in {other} and without noise; then all runs on one page, with intervals",
     ]
     return ["", *with_heading("it showed", shown), *with_heading("type next", to_type)]
 

@@ -57,6 +57,11 @@ def experiments_of(words: Sequence[str], formats: Sequence[str], parts: Collecti
         f"budget goes from unpacked weights to packed ones, formats=bf16,nvfp4 say, got {','.join(formats)}",
     )
     require(
+        plain.engine.name == "hf",
+        f"a budget swaps weights of the policy that samples, which engine={plain.engine.name} has a copy of: use "
+        "engine=hf",
+    )
+    require(
         not few.quantizer.rescales,
         f"formats={formats[1]} moves scales between layers and norms, which are parts of their own in a budget. Use "
         "a quantizer that does not: rtn, mse or gptq",
@@ -240,6 +245,10 @@ def compared(cells: Cells, parts: Collection[str], rollouts: Sequence[Rollout]) 
 def budget_of(options: Any, words: Sequence[str]) -> tuple[dict[str, Any], Path, Parts]:
     """The record of a budget, its folder, and the parts that it is of, to be deleted when it is written."""
     copies = [[f"model.dither={copy}"] for copy in range(options.copies)] or [[]]
+    require(
+        options.copies == 0 or hasattr(build(compose([*words])).model, "dither"),
+        "copies draw anew what the rounding of a GGUF file has lost: give one, model=FILE.gguf, or leave copies out",
+    )
     each = [experiments_of([*words, *more], options.formats, options.budget) for more in copies]
     plain, _ = each[0]
     plain.model.check_files()

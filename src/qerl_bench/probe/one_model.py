@@ -106,6 +106,8 @@ class Probing:
         self.base, self.device, self.parts = base, device, parts
         self.first = next(iter(experiments.values()))
         self.best: str | None = getattr(self.first.task, "answer_format", None)
+        if self.best is not None and not chosen and len(options.answer_formats or ()) == 1:
+            (self.best,) = options.answer_formats  # there is nothing to compare
         self.reference = Reference()
 
     def fill(self, record: dict[str, Any], completed: Mapping[str, Sequence[str]]) -> pa.Table:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 LOOP_WINDOW = 8  # tokens
+ROUNDING = 1e-9  # nats a token: log-probabilities in FP32 alone differ by less
 TOP_SHARE = 0.2  # of a step's tokens: those of most entropy, where completions part
 
 
@@ -108,7 +109,8 @@ def kl_by_position(trainer: torch.Tensor, sampler: torch.Tensor, position: torch
 def kl_by_sign(trainer: torch.Tensor, sampler: torch.Tensor, advantages: torch.Tensor) -> dict[str, float]:
     """Shares of mismatch/kl by the signs of the advantage and of trainer - sampler, all (n,): arXiv 2610.07043.
 
-    They are of the tokens whose advantage is not 0, and sum to 1. Empty if none of these has a gap, or one overflows.
+    They are of the tokens whose advantage is not 0, and sum to 1. Empty if their gaps are those of rounding, or one
+    overflows.
     """
     gap = trainer - sampler
     estimate = (gap.expm1() - gap) * (advantages != 0)  # k3, never below 0 by rounding
@@ -116,7 +118,7 @@ def kl_by_sign(trainer: torch.Tensor, sampler: torch.Tensor, advantages: torch.T
     for sign, token in (("negative", advantages < 0), ("positive", advantages > 0)):
         for side, inside in (("below", gap < 0), ("above", gap > 0)):
             found[f"mismatch/kl_frac_{sign}_{side}"] = (estimate[token & inside].sum() / whole).item()
-    return found if 0 < whole < math.inf else {}
+    return found if len(gap) * ROUNDING < whole < math.inf else {}
 
 
 def k3(difference: torch.Tensor) -> torch.Tensor:

@@ -168,7 +168,7 @@ BY_POSITION = {  # bins without tokens are left out
     for first, end in zip(POSITIONS, (*POSITIONS[1:], None), strict=True)
     for which in [f"{first} on" if end is None else f"{first} to {end - 1}"]
 }
-BY_SIGN = {  # the four sum to 1; left out where no token of advantage not 0 has a gap
+BY_SIGN = {  # the four sum to 1; left out where all gaps are those of rounding
     f"mismatch/kl_frac_{sign}_{side}": Metric(
         "share", f"of the sum behind mismatch/kl over tokens of advantage not 0: {sign} ones, trainer {side} sampler"
     )

@@ -52,6 +52,7 @@ from qerl_studies.design.units import Unit, read_seeds, read_units
 DTYPE = "model.dtype"  # what arms of one model may differ in: training all weights needs 32 bits
 EXPLORES = ("rollout.temperature=", "train.entropy_coef=")  # beginnings of the words of known means
 JUDGED_BY, CLAIMS, PAGE = "judged_by", "claims", "page"
+OPTIONAL = ("gates", "primary", JUDGED_BY)  # keys of a design
 CONTROL = Check(lambda value: isinstance(value, bool) or value in ("gain", "exploration"), "gain, exploration or true")
 
 
@@ -237,7 +238,13 @@ def read_yaml(path: Path) -> Any:
 def judged_by_page(folder: Path) -> bool:
     """Whether the study in a folder says that its own page judges it."""
     content = read_yaml(folder / "study.yaml") if (folder / "study.yaml").is_file() else None
-    return isinstance(content, dict) and content.get(JUDGED_BY) == PAGE
+    return isinstance(content, dict) and judge_of(folder / "study.yaml", content.get(JUDGED_BY)) == PAGE
+
+
+def judge_of(path: Path, given: object) -> object:
+    """What judges a study whose file says `given`; None is not said. Raises ConfigError for anything else."""
+    one_of(CLAIMS, PAGE)(f"{path}: {JUDGED_BY}", judge := CLAIMS if given is None else given)
+    return judge
 
 
 def read_design(path: Path, words: Sequence[str] = ()) -> Design:
@@ -247,11 +254,10 @@ def read_design(path: Path, words: Sequence[str] = ()) -> Design:
     """
     written = read_yaml(path)
     repeated = "units" if isinstance(written, dict) and "units" in written else "bases"
-    chosen = {
-        key: written.pop(key, None) if isinstance(written, dict) else None for key in ("gates", "primary", JUDGED_BY)
-    }
-    one_of(CLAIMS, PAGE)(f"{path}: {JUDGED_BY}", CLAIMS if chosen[JUDGED_BY] is None else chosen[JUDGED_BY])
-    content = _object(str(path), written, {"common", repeated, "seeds", "arms", "probe", "dose"})
+    chosen = {key: written.pop(key, None) if isinstance(written, dict) else None for key in OPTIONAL}
+    judge_of(path, chosen[JUDGED_BY])
+    where = f"{path}, besides {', '.join(OPTIONAL)},"
+    content = _object(where, written, {"common", repeated, "seeds", "arms", "probe", "dose"})
     units = read_units(content)
     set_by_units = {word.partition("=")[0] for unit in units.values() for word in unit.words}
     check_words("common", content["common"], set_by_units)

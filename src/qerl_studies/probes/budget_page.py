@@ -52,9 +52,10 @@ def ends(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def shares(record: Mapping[str, Any], measure: str) -> tuple[list[str], list[list[str]]]:
-    """A row for each part, the largest share first, and one of their sum."""
+    """A row for each part, the largest share of the rise or fall first, and one of their sum."""
     found = {of: over_copies(record, of, measure) for of in (shapley, alone, last)}
-    rise, order = whole(record, measure), sorted(record["parts"], key=lambda part: -found[shapley][part].value)
+    rise = whole(record, measure)
+    order = sorted(record["parts"], key=lambda part: found[shapley][part].value, reverse=rise.value >= 0)
     lines = []
     for part in order:
         share = found[shapley][part]
@@ -62,7 +63,7 @@ def shares(record: Mapping[str, Any], measure: str) -> tuple[list[str], list[lis
         lines.append([part, said(share), per_cent, said(found[alone][part]), said(found[last][part])])
     sums = [f"{sum(one.value for one in found[of].values()):+.4f}" for of in (shapley, alone, last)]
     lines.append(["sum", sums[0], "100%" if rise.value else "-", *sums[1:]])
-    return ["part", "Shapley share", "of the rise", "alone", "last"], lines
+    return ["part", "Shapley share", "of the rise or fall", "alone", "last"], lines
 
 
 def figure(record: Mapping[str, Any]) -> Figure:
