@@ -112,6 +112,7 @@ def test_a_mismatch_that_grows_with_4_bit_weights_alone_contradicts_quads(arm: A
     title = "4-bit weights alone do not part sampler and trainer"
     grown = arm("quant=nvfp4", "model.dtype=bfloat16", growth=3.0)
     assert growth("mismatch/kl")(grown[0]) == pytest.approx(3.0, rel=2e-3)
+    assert growth("entropy")(grown[0]) == pytest.approx(1.0)
     assert verdicts(arm("quant=bf16", "model.dtype=bfloat16"))[title].verdict == "reversed"
 
 
