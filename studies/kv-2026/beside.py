@@ -117,8 +117,8 @@ def page(folder: Path) -> str:
     arms = by_arm(folder)
     return f"""# Beside the verdicts
 
-Means over bases; of differences with 95 % (Student's t over bases, questions fixed). Of entropies they are ratios. KL is
-`{KL}`, nats a token. Held-out answers are made without rounded keys and values, in the weights of training.
+Means over bases; of differences with 95 % (Student's t over bases, questions fixed). Of entropies they are ratios.
+KL is `{KL}`, nats a token. Held-out answers are made without rounded keys and values, in the weights of training.
 
 {doses(arms)}
 
