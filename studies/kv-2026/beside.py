@@ -72,7 +72,7 @@ EFFECTS = {  # measure, scale, digits; ratios have no scale
 def by_arm(folder: Path) -> dict[str, dict[int, Run]]:
     """The runs of each arm by base. An arm without runs is left out."""
     found: dict[str, dict[int, Run]] = {}
-    for run in load_runs([folder]):
+    for run in (one for one in load_runs([folder]) if one.finished):
         words = tuple(run.option(key) for key in KEYS)
         (arm,) = (name for name, chosen in ARMS.items() if chosen == words)
         found.setdefault(arm, {})[run.option("model.seed")] = run
