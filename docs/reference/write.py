@@ -65,6 +65,8 @@ FAMILIES = {
     "literature": "Claims of later papers: [what the runs say](../literature.md).",
     "frontier": "Claims of 2026 about 8 bits, rounded activations, layers kept in 16 bits and adapters. No run was "
     "made here before they were named.",
+    "rounded": "Claims about keys and values in few bits, and about MXFP8, each named before its runs: "
+    "[a study](../../studies/kv-2026/README.md).",
 }
 
 

@@ -29,7 +29,7 @@ BESIDE_GATES = {True: {"primary.md", "secondary.md"}, False: {"claims.md", "spec
 
 @pytest.mark.parametrize("study", COLLECTED, ids=lambda path: path.name)
 def test_claims_pages_are_recomputed(study: Path, tmp_path: Path) -> None:
-    pages = {"qerl": "claims", "literature": "literature"}
+    pages = {"qerl": "claims", "literature": "literature", "rounded": "rounded"}
     committed = {papers: study / "results" / f"{page}.md" for papers, page in pages.items()}
     found = {papers: page for papers, page in committed.items() if page.is_file()}
     assert found, f"{study} has no verdicts"

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from qerl_bench.config import build, compose
 from qerl_studies.claims.claim import Claim, ClaimResult
 from qerl_studies.claims.evaluate import evaluate_claims
-from qerl_studies.claims.measures import NOISY_ENTROPY, answered_once, growth_of_mismatch
+from qerl_studies.claims.measures import NOISY_ENTROPY, answered_once, growth
 from qerl_studies.claims.preconditions import ManipulationCheck
 from qerl_studies.claims.registry import QERL, claims_of, families
 from qerl_studies.commands import claims as command
@@ -31,6 +31,7 @@ from tests.run_folders import write_run
 
 ROOT = Path(__file__).parents[2]
 CLAIMS = claims_of("literature")
+NAMED = (*claims_of("frontier"), *claims_of("rounded"))  # before there were runs
 STEPS = 40
 Arm = Callable[..., list[Run]]
 
@@ -110,7 +111,8 @@ def test_fp16_is_compared_with_bf16_of_the_same_kernels(arm: Arm) -> None:
 def test_a_mismatch_that_grows_with_4_bit_weights_alone_contradicts_quads(arm: Arm) -> None:
     title = "4-bit weights alone do not part sampler and trainer"
     grown = arm("quant=nvfp4", "model.dtype=bfloat16", growth=3.0)
-    assert growth_of_mismatch(grown[0]) == pytest.approx(3.0, rel=2e-3)
+    assert growth("mismatch/kl")(grown[0]) == pytest.approx(3.0, rel=2e-3)
+    assert growth("entropy")(grown[0]) == pytest.approx(1.0)
     assert verdicts(arm("quant=bf16", "model.dtype=bfloat16"))[title].verdict == "reversed"
 
 
@@ -278,7 +280,7 @@ def test_formats_are_in_the_order_of_their_grid_noise() -> None:
     sorted(
         {
             sweep
-            for claim in (*CLAIMS, *claims_of("frontier"))
+            for claim in (*CLAIMS, *NAMED)
             for command_of_claim in (claim.command, claim.at_scale)
             for sweep in command_of_claim.split("; ")
         }
@@ -292,8 +294,8 @@ def test_what_to_run_can_be_run(words: str) -> None:
         build(compose([f"{key}={values.split(',')[place]}" for key, _, values in swept]))
 
 
-@pytest.mark.parametrize("claim", claims_of("frontier"), ids=lambda claim: claim.title)
-def test_whoever_runs_its_command_gets_a_claim_of_the_frontier_compared(claim: Claim, arm: Arm) -> None:
+@pytest.mark.parametrize("claim", NAMED, ids=lambda claim: claim.title)
+def test_whoever_runs_its_command_gets_a_claim_compared(claim: Claim, arm: Arm) -> None:
     """Named without runs, so that only this shows that its conditions are those of the arms that its command makes."""
     runs: list[Run] = []
     for sweep in claim.command.split("; "):

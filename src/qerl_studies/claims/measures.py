@@ -40,9 +40,9 @@ OVER: dict[str, Callable[[str], RunMetric]] = {
 }
 
 
-def growth_of_mismatch(run: Run) -> float:
-    """The gap between sampler and trainer over the last fifth of the steps, divided by that over the second tenth."""
-    return last_fifth_mean("mismatch/kl")(run) / OVER["second tenth"]("mismatch/kl")(run)
+def growth(metric: str) -> RunMetric:
+    """The mean over the last fifth of the steps, divided by that over the second tenth."""
+    return lambda run: last_fifth_mean(metric)(run) / OVER["second tenth"](metric)(run)
 
 
 def answered_once(run: Run) -> pd.Series:
@@ -117,8 +117,11 @@ MEASURES = {
     ),
     "mismatch_growth": Measure(
         "KL between sampler and trainer, last fifth of the steps over their second tenth",
-        growth_of_mismatch,
+        growth("mismatch/kl"),
         ratio=True,
+    ),
+    "entropy_growth": Measure(
+        "entropy of the sampler, last fifth of the steps over their second tenth", growth("entropy"), ratio=True
     ),
     "rollout_speed": Measure(
         "completion tokens per second", median_after_warmup("speed/rollout_tok_s"), ratio=True, gpu=True

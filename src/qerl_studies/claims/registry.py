@@ -1,4 +1,4 @@
-"""All claims by family: `qerl`, those of QeRL; `literature` and `frontier`, those of later papers; and one's own.
+"""All claims by family: `qerl`, those of QeRL; `literature`, `frontier` and `rounded`, of later papers; one's own.
 
 A family is corrected for its own number, so what one has changes no verdict of another. The files of the project are
 conf/claim/NAME.yaml, those of a folder of one's own (--config-dir DIR) DIR/claim/NAME.yaml.
