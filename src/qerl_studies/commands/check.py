@@ -41,7 +41,7 @@ from qerl_studies.runs.parse import first_names
 from qerl_studies.runs.private import Private
 from qerl_studies.runs.reported import REPORTED, is_reported
 
-DESIGN = "study.yaml"
+DESIGN, DATA = "study.yaml", "data"
 FILES = (CARD, SETTINGS, TIDY, CROISSANT, CRATE)
 AGAIN = "Publish it again: qerl-bench publish RUNS out=DIR"
 NEEDED = tuple(name for name in LIBRARIES if name != "bitsandbytes")  # a run may do without
@@ -77,6 +77,8 @@ def check_study(folder: Path) -> str:
         told = check_registration(folder, runs)
         if not runs:
             return f"{told}; no runs yet"
+        if not (is_study(folder) or is_reported(folder) or _has_sessions(folder)):
+            return f"{told}; {len(runs)} runs in {DATA}/, not published"
     found = _of_others if is_reported(folder) else _in_sessions if _has_sessions(folder) else _published
     return "; ".join(filter(None, (found(folder), told)))
 
@@ -88,8 +90,9 @@ def _has_sessions(folder: Path) -> bool:
 def _runs(folder: Path) -> Sequence[Run]:
     """The runs of a registered claim, of which there may be none yet."""
     if _has_sessions(folder):
-        return [*read_sessions(folder).runs.values()] if (folder / "data").is_dir() or is_study(folder) else []
-    return load_runs([folder], mixed_code=True) if is_study(folder) else []
+        return [*read_sessions(folder).runs.values()] if (folder / DATA).is_dir() or is_study(folder) else []
+    found = next((one for one in (folder, folder / DATA) if is_study(one)), None)
+    return load_runs([found], mixed_code=True) if found else []
 
 
 def _of_others(folder: Path) -> str:

@@ -8,8 +8,7 @@ import re
 import pytest
 
 from qerl_core.statistics import Estimate
-from qerl_studies.claims.registration import check_registration
-from qerl_studies.runs.comparable import load_runs
+from qerl_studies.commands.check import check_study
 from tests.scripts import ROOT, script
 
 STUDY = ROOT / "studies" / "kv-2026"
@@ -38,7 +37,8 @@ def test_arms_are_complete_on_six_bases() -> None:
 
 
 def test_its_first_claim_is_the_one_that_was_registered_before_the_runs() -> None:
-    assert "6 of 6 units, look at 6 reached" in check_registration(STUDY, load_runs([STUDY]))
+    told = check_study(STUDY)
+    assert "6 of 6 units, look at 6 reached" in told and told.endswith("30 runs in data/, not published")
 
 
 @pytest.mark.parametrize(("scale", "text"), [(100.0, "+1.0 [-"), (None, "x1.0 [")])
