@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 from qerl_core.exits import guarded
+from qerl_core.process.arguments import KeyValueParser
 from qerl_core.statistics import Estimate
 from qerl_studies.claims.measures import MEASURES
 from qerl_studies.claims.preconditions import diverged
@@ -126,7 +127,8 @@ KL is `{KL}`, nats a token. Held-out answers are made without rounded keys and v
 """
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    KeyValueParser(__doc__).parse_args(arguments)
     (HERE / "results" / "beside.md").write_text(page(HERE))
 
 
