@@ -31,6 +31,7 @@ HERE = Path(__file__).resolve().parent / "alone"
 MODELS = {"0.5B": "qwen2.5-coder-0.5b-instruct.gguf", "1.5B": "qwen2.5-coder-1.5b-instruct.gguf"}
 FORMATS = ("bf16", "nvfp4", "nf4")
 BATCHES = {8: 2, 64: 1, 256: 1}  # completions a step, and seeds; the first has words
+WANTED = Counter({(form, batch): seeds for form in FORMATS for batch, seeds in BATCHES.items()})  # runs of a model
 ASKED = {
     "rollouts, NVFP4 / BF16": ("nvfp4", "bf16", "rollouts"),
     "rollouts, NVFP4 / NF4": ("nvfp4", "nf4", "rollouts"),
@@ -64,9 +65,6 @@ def page(data: Path) -> str:
         rows = [row_of(run) | {"machine": name} for name in whole for run in of_size[name]]
         parts += words(pd.DataFrame(rows))
     return "\n\n".join(parts) + "\n"
-
-
-WANTED = Counter({(form, batch): seeds for form in FORMATS for batch, seeds in BATCHES.items()})
 
 
 def require_apart(data: Path, machines: Mapping[str, list[Run]]) -> None:

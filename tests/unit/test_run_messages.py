@@ -63,6 +63,14 @@ def test_a_run_ends_with_what_it_showed_and_what_to_type(noisy: bool, tmp_path: 
     assert f"qerl-bench report {tmp_path}" in text
 
 
+def test_a_run_whose_rewards_are_drawn_shows_nothing(tmp_path: Path) -> None:
+    shutil.copytree(RUNS[-1], tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    assert ending(load_run(tmp_path / "run"), [])
+    config.write_text(config.read_text().replace("name: arithmetic", "name: shape"))
+    assert ending(load_run(tmp_path / "run"), []) == []
+
+
 def test_greedy_answers_of_random_text_are_left_out(tmp_path: Path) -> None:
     shutil.copytree(RUNS[-1], tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"

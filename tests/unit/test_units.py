@@ -42,6 +42,8 @@ def test_a_study_is_judged_by_claims_or_by_its_page(tmp_path: Path) -> None:
     assert study(tmp_path, units={"dither": [1]}, judged_by="claims") and not judged_by_page(tmp_path)
     with pytest.raises(ConfigError, match="judged_by must be one of claims, page"):
         study(tmp_path, units={"dither": [1]}, judged_by="pages")
+    with pytest.raises(ConfigError, match="besides gates, primary, judged_by, must have exactly the keys arms"):
+        study(tmp_path, units={"dither": [1]}, judged_by_="page")
     (tmp_path / "study.yaml").write_text("judged_by: Page\n")  # beside runs that were only collected
     with pytest.raises(ConfigError, match="judged_by must be one of claims, page, got 'Page'"):
         judged_by_page(tmp_path)

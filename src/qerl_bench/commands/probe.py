@@ -40,10 +40,11 @@ from qerl_studies.probes.budget import NAMES
 from qerl_studies.probes.page import markdown
 
 FORMATS = ("bf16", "nvfp4", "mxfp4", "nf4")
+OF_ONE = "it is that of one format, and a probe compares several: formats=bf16,nvfp4+gptq lists them"
 OF_BOTH = "sampler and scorer of a probe are one policy"
 REFUSED = {  # keys of a run, and why a probe has none of their effect
-    "quant": "it is that of one format, and a probe compares several: formats=bf16,nvfp4+gptq lists them",
-    "quantizer": "it is that of one format, and a probe compares several: formats=bf16,nvfp4+gptq lists them",
+    "quant": OF_ONE,
+    "quantizer": OF_ONE,
     "rollout.quant": f"{OF_BOTH}: formats=bf16,nvfp4 lists what it has",
     "rollout.kv": f"{OF_BOTH}: train.kv rounds keys and values in both",
     "eval.kv": f"{OF_BOTH}: train.kv rounds keys and values in both",

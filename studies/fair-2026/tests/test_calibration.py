@@ -207,6 +207,11 @@ def test_the_protocol_is_the_frozen_one() -> None:
     assert hashlib.sha256(before.encode()).hexdigest() == FROZEN
 
 
+def test_text_without_its_archives_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"sotu-0\.2\.3\.tgz is not there: fetch it by the first line of --help"):
+        script("studies/fair-2026/make_text.py").main([str(tmp_path / "text.jsonl"), str(tmp_path)])
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_what_ran_is_what_the_protocol_says(size: str) -> None:
     asked, ran = (yaml.safe_load((folder / "study.yaml").read_text()) for folder in (PART, PART / "data" / size))
