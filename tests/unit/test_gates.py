@@ -705,6 +705,36 @@ def test_a_process_probes_for_the_arms_that_it_is_told(stand_in: Callable[..., N
     assert (base, formats) == (1, ["bf16", "nvfp4"])
 
 
+def test_two_studies_that_probe_a_base_at_once_keep_what_both_found(
+    design: Design, stand_in: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qerl_bench.conduct import probe_process
+
+    monkeypatch.chdir(tmp_path)  # the root of both
+    file = design.probe_file(0)
+    other = {"base": 0, "formats": {"mxfp4": {"entropy": 2.0}}, "doses": {"another": {"sigma": 0.1}}}
+
+    def run_probes(*_: object) -> dict[str, Any]:  # the other study writes meanwhile
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(other))
+        return {probe_process.ANSWERS: {"entropy": 1.0}}
+
+    plain = replace(design, arms=tuple(arm for arm in design.arms if arm.name == "bf16"))
+    stand_in(probe_process, run_probes=run_probes, base_checkpoint=lambda *_: None, digest_of=lambda *_: "0")
+    probe_process.probe_base(plain, 0, ["bf16"])
+    record = json.loads(file.read_text())
+    assert record["formats"] == {"mxfp4": {"entropy": 2.0}, "bf16": {"entropy": 1.0}}
+    assert record["doses"] == other["doses"] and record["digest"] == "0"
+
+
+def test_probes_with_details_are_kept_apart_by_the_format_that_others_are_compared_with(design: Design) -> None:
+    plain = replace(design, arms=tuple(arm for arm in design.arms if not arm.dosed))
+    turned = replace(plain, arms=plain.arms[::-1])
+    assert plain.formats[0] != turned.formats[0] and plain.probe_file(0) == turned.probe_file(0)
+    detailed = [replace(one, probe=replace(one.probe, texts=4)) for one in (plain, turned)]
+    assert detailed[0].probe_file(0) != detailed[1].probe_file(0)
+
+
 def test_an_arm_without_a_dose_on_record_has_no_run(design: Design) -> None:
     records = probes(design)
     del records[0]["doses"]["bf16-noise"]
@@ -739,6 +769,19 @@ def test_a_failed_probe_is_told_and_one_without_time_too(
     told = [record.getMessage() for record in caplog.records if "no time" in record.getMessage()]
     assert "base 0: step 412/500  loss 1.3  left 0:33 (" in told[0] and "probe-0.log" in told[0]
     assert told[1] == "no time for the probe of base 2: not begun" and len(told) == 2
+
+
+def test_a_probe_that_ended_without_its_numbers_is_told_as_a_failure(
+    design: Design, stand_in: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stand_in(
+        probe_queue,
+        start_probe=lambda *given: Child([sys.executable, "-c", ""], given[-1]),
+        probed=lambda *_: False,
+    )
+    records, failed = probe_queue.probe_bases(replace(design, bases=(1,)), [], 1, Deadline(100))
+    assert records == [] and len(failed) == 1 and "probe of base 1: it ended, and" in failed[0]
 
 
 def test_a_study_ends_with_its_failures_and_packs_what_was_done_despite_a_gate(

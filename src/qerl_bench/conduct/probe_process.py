@@ -35,6 +35,7 @@ from qerl_bench.task.base import Task
 from qerl_core.process.children import end_with_parent
 from qerl_core.rundir.durable import write_atomically
 from qerl_core.rundir.environment import environment, versions
+from qerl_core.rundir.locks import wait_for_lock
 from qerl_core.seeding import derive
 from qerl_studies.design.design import Design, read_design
 
@@ -45,7 +46,7 @@ Asked = tuple[Callable[[Policy, RolloutEngine], dict[str, Any]], Experiment]
 def probe_base(design: Design, base: int, formats: Sequence[str]) -> None:
     """Complete the record of a base: those of `formats` that it lacks, and the doses of arms in them."""
     file = design.probe_file(base)
-    record = json.loads(file.read_text()) if file.is_file() else {"base": base, "formats": {}, "doses": {}}
+    record = read_record(file, base)
     detailed, reference = bool(design.probe.details), Reference()
     for quant in formats:
         arms = [arm for arm in design.arms if design.format_of(arm) == quant]
@@ -64,15 +65,21 @@ def probe_base(design: Design, base: int, formats: Sequence[str]) -> None:
         for one in noisy.values():
             asked.setdefault(dose_key(one), (partial(dose, design, one), one))
         found = run_probes(asked, checkpoint, device)
-        if ANSWERS in found:
-            record["formats"][quant] = found[ANSWERS]
-        record["doses"] |= {name: found[dose_key(one)] for name, one in noisy.items()}
-        record |= {"digest": digest_of(plain.model, checkpoint), "versions": versions(), "device": device}
+        whole = {"digest": digest_of(plain.model, checkpoint), "versions": versions(), "device": device}
         if detailed:
-            record |= {"unit": [*design.units[base].words], "file": record_of(checkpoint), **machine(device)}
+            whole |= {"unit": [*design.units[base].words], "file": record_of(checkpoint), **machine(device)}
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(record))
+        with wait_for_lock(file.with_suffix(".lock"), f"the probe of base {base}"):  # another study may measure it too
+            record = read_record(file, base) | whole
+            if ANSWERS in found:
+                record["formats"][quant] = found[ANSWERS]
+            record["doses"] |= {name: found[dose_key(one)] for name, one in noisy.items()}
+            write_atomically(file, json.dumps(record))
         print(f"base {base}, {quant}: {time.monotonic() - started:.1f} s", flush=True)
+
+
+def read_record(file: Path, base: int) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.is_file() else {"base": base, "formats": {}, "doses": {}}
 
 
 def dose_key(experiment: Experiment) -> str:

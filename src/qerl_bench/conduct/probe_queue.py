@@ -46,6 +46,7 @@ def probe_bases(
     formats = _formats_here(design)
     gpus = visible_gpus()
     failed: dict[int, str] = {}
+    ended: set[int] = set()
     todo = deque(base for base in design.bases if not probed(design, base, formats))
     if todo:
         require_gpu(design.option(design.reference, "device"))
@@ -60,8 +61,10 @@ def probe_bases(
                     log.info("probe of base %d ended with code %d", base, code)
                     if code != 0:
                         failed[base] = f"probe of base {base}: exit code {code}; {_probe_log(design, base)} says why"
-                    elif out is not None:
-                        archive_probes(design, records(design), out)
+                    else:
+                        ended.add(base)
+                        if out is not None:
+                            archive_probes(design, records(design), out)
                 if slot not in running and todo and deadline.left > 0:
                     environment = environment_of(slot, slots, gpus, len(todo) + len(running))
                     base = todo.popleft()
@@ -76,7 +79,10 @@ def probe_bases(
         raise
     for base in design.bases:
         if base not in failed and not probed(design, base, formats):
-            log.warning("no time for the probe of base %d: %s", base, _last_step(_probe_log(design, base)))
+            if base in ended:
+                failed[base] = f"probe of base {base}: it ended, and {design.probe_file(base)} lacks some of it"
+            else:
+                log.warning("no time for the probe of base %d: %s", base, _last_step(_probe_log(design, base)))
     return records(design), [failed[base] for base in sorted(failed)]
 
 

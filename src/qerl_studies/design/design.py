@@ -185,9 +185,14 @@ class Design:
         return Point(words, tree["name"], run_dir, is_finished(run_dir))
 
     def probe_file(self, base: int) -> Path:
-        """Where the probe of a base is kept; named by what decides its numbers, but for the formats and arms in it."""
+        """Where the probe of a base is kept; named by what decides its numbers, but for the formats and arms in it.
+
+        The first format does: the others are compared with it, in a probe with details.
+        """
         tree = _tree(*self.base_words(self.reference, base))
         decisive = {key: tree[key] for key in ("model", "task", "rollout", "quantizer", "engine", "kernel")}
+        if self.probe.details:
+            decisive["reference"] = self.formats[0]
         digest = fingerprint({**decisive, "probe": self.probe.decisive, "dose": vars(self.dose)})
         return self.root / "probes" / f"{tree['model']['name']}-{base}-{digest}.json"
 
