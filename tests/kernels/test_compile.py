@@ -71,6 +71,10 @@ class Compiled:
         """How many instructions match the regular expression `pattern`, such as "HGMMA" or "LDG.*128"."""
         return sum(re.search(pattern, text) is not None for text in self.instructions)
 
+    def first(self, pattern: str) -> int:
+        """The place of the first instruction that matches the regular expression `pattern`."""
+        return next(i for i, text in enumerate(self.instructions) if re.search(pattern, text))
+
     @property
     def waits_first(self) -> bool:
         """Whether it lets the next kernel start and waits for earlier ones before it touches global memory."""
@@ -269,11 +273,13 @@ def _attention(arch: int, dtype: str, size: int, prefix: bool, pdl: bool = False
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     block, warps = key_block(size, torch_dtype), own_warps(torch_dtype)
     shape = {"KV": 4, "GROUP": 7, "D": size, "DIM": size, "BLOCK": block, "PAGE": PAGE, "PIECE": PIECE}
-    shape["PDL"] = pdl
+    shape |= {"ROTATES": True, "PDL": pdl}
     if prefix:
         shape |= {"MEMBERS": 9, "ROWS": 64}
         return _compiled_layer_op(jit_decoder_layer.attend_prefix, shape, arch, PREFIX_WARPS, 2, dtype)
-    return _compiled_layer_op(jit_decoder_layer.attend_own, shape | {"ROWS": 16}, arch, warps, 3, dtype)
+    return _compiled_layer_op(
+        jit_decoder_layer.attend_own, shape | {"ROWS": 16, "HALF": size // 2}, arch, warps, 3, dtype
+    )
 
 
 @pytest.mark.parametrize(("arch", "pdl"), [(arch, pdl) for arch in CARDS for pdl in _overlapping(arch)])
@@ -308,9 +314,11 @@ def test_projection(arch: int, pdl: bool, rank: int, width: int) -> None:
     signature |= dict.fromkeys(("rows", "rank", "width"), "i32")
     inputs, pieces = pieces_of(rank, width)
     constants = {"INPUTS": inputs, "PIECES": pieces, "TILE": 16, "COLUMNS": 64, "PDL": pdl}
+    constants |= {"BRINGS": True, "BESIDE": pdl}
     aligned = tuple(name for name in signature if name != "rows")
     built = compiled(jit_projection.project, signature, constants, arch, 4, 6, aligned)
     _sound(built, pdl)
+    assert built.count("UBLKPF") == pdl
     assert built.count("MMA") == inputs // 16 and built.count(r"LDGSTS\.\S*128") == built.count("LDGSTS") > 0
     assert built.count("ATOM") == 2 and built.count(r"LDG\b") == pieces
 
@@ -360,7 +368,14 @@ def test_a_kernel_that_spills_is_found() -> None:
 
 
 def _decode(
-    config: Config, format_name: str, rank: int, grouped: bool = False, scaled: bool = True, even: bool = True
+    config: Config,
+    format_name: str,
+    rank: int,
+    grouped: bool = False,
+    scaled: bool = True,
+    even: bool = True,
+    brings: bool = False,
+    beside: bool = False,
 ) -> Compiled:
     """The kernel of Hopper; `scaled`: with a scale for each row and a bias."""
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -374,10 +389,10 @@ def _decode(
     signature |= {"scales_ptr": SCALES[format_name], "row_scale_ptr": rows, "partial_ptr": "*fp32"}
     signature |= dict.fromkeys(("bias_ptr", "xa_ptr", "b_ptr", "y_ptr"), "*bf16")
     signature |= dict.fromkeys(("factor", "scaling"), "fp32")
-    signature |= dict.fromkeys(
-        ("M", "N", "COLUMNS", "TILES", "rank", "own", "end1", "end2", "stride_ym", "items"), "i32"
-    )
+    sizes = ("M", "N", "COLUMNS", "TILES", "rank", "own", "end1", "end2", "stride_ym", "items", *jit_decode.SHARES)
+    signature |= dict.fromkeys(sizes, "i32") | {"next_words_ptr": "*i32", "next_scales_ptr": "*u8"}
     constants: dict[str, Any] = {"FORMAT": format_name, "BM": config.rows, "BN": config.tokens, "W": config.warps}
+    constants |= {"BRINGS": brings, "BESIDE": beside}
     constants |= {"RING": config.ring, "XBUF": config.buffers, "SPLIT": config.split, "SEPARATE": config.separate}
     constants |= {"RANK": rank, "OVERLAP": config.overlap, "EVEN": even}
     constants |= {"HAS_ROW_SCALE": scaled, "HAS_BIAS": scaled, "GROUPED": grouped, "PDL": True}
@@ -419,6 +434,23 @@ def test_decode(format_name: str, tokens: int, rank: int, grouped: bool, bound: 
     eight = format_name in EIGHT_BITS
     assert sum("LDG" in text and ".128" in text for text in loop) == ring * (1 + eight)
     assert len(loop) * 32 * 4 / (64 * 64 * ring) <= bound
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_decode_of_few_rows(tokens: int) -> None:
+    """What it asks for in the cache costs no program of a processor; beside x A^T it waits behind the loop over K."""
+    for shape in ((4608, 3584), (37888, 3584)):
+        config = choose("NVIDIA H200", shape, tokens)
+        plain = _decode(config, "nvfp4", 32, scaled=False)
+        both = _decode(config, "nvfp4", 32, scaled=False, brings=True, beside=True)
+        assert (plain.count("UBLKPF"), plain.count("CCTL.*PF2")) == (0, 0)
+        assert (both.count("UBLKPF"), both.count("CCTL.*PF2")) == (2, 1)
+        assert not both.spills
+        granted = [-(-one.registers // 8) * 8 for one in (plain, both)]
+        assert granted[1] <= granted[0] and both.shared == plain.shared
+        wait, products = both.first("ACQBULK"), [i for i, text in enumerate(both.instructions) if "HGMMA" in text]
+        assert plain.first("ACQBULK") < products[0] < wait < products[-1]  # the last ones add the adapter
+        assert both.first("UBLKPF") < wait and both.first("CCTL.*PF2") < products[0]
 
 
 @pytest.mark.parametrize(
