@@ -71,10 +71,6 @@ class Compiled:
         """How many instructions match the regular expression `pattern`, such as "HGMMA" or "LDG.*128"."""
         return sum(re.search(pattern, text) is not None for text in self.instructions)
 
-    def first(self, pattern: str) -> int:
-        """The place of the first instruction that matches the regular expression `pattern`."""
-        return next(i for i, text in enumerate(self.instructions) if re.search(pattern, text))
-
     @property
     def waits_first(self) -> bool:
         """Whether it lets the next kernel start and waits for earlier ones before it touches global memory."""
@@ -448,9 +444,9 @@ def test_decode_of_few_rows(tokens: int) -> None:
         assert not both.spills
         granted = [-(-one.registers // 8) * 8 for one in (plain, both)]
         assert granted[1] <= granted[0] and both.shared == plain.shared
-        wait, products = both.first("ACQBULK"), [i for i, text in enumerate(both.instructions) if "HGMMA" in text]
-        assert plain.first("ACQBULK") < products[0] < wait < products[-1]  # the last ones add the adapter
-        assert both.first("UBLKPF") < wait and both.first("CCTL.*PF2") < products[0]
+        steps = ("prefetch.global.L2 ", "wgmma.mma_async", "bulk.prefetch.L2", "griddepcontrol.wait", "st.global")
+        assert [both.ptx.find(step) for step in steps] == sorted(both.ptx.find(step) for step in steps)
+        assert 0 < plain.ptx.find(steps[3]) < plain.ptx.find(steps[1])
 
 
 @pytest.mark.parametrize(
