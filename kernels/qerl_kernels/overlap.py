@@ -12,8 +12,8 @@ read what those wrote, and must wait before it reads what this one writes, and b
 does so for the decode GEMM, which then multiplies while x A^T is computed.
 
 What no kernel of the step writes, such as packed weights, may be read before the wait. Hints to bring memory to the
-cache may be given at any time. Kernels that know nothing of
-this, such as PyTorch's, start when everything before has ended, and the next one starts when they have.
+cache may be given at any time. Kernels that know nothing of this, such as PyTorch's, start when everything before has
+ended, and the next one starts when they have.
 """
 
 from __future__ import annotations

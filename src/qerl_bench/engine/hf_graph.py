@@ -178,11 +178,11 @@ class Decoding:
         table, clusters = buffers.table[:size], buffers.clusters[:size] if self.shares else None
         lengths, prefixes = state[LENGTH], state[PREFIX]
 
-        def attend(block: Block, *qkv: torch.Tensor) -> torch.Tensor:
-            rotation, caches = (block.cos, block.sin), (block.keys, block.values)
-            where = (table, lengths, prefixes, clusters)
+        def attend(block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             scaling = block.module.self_attn.scaling
-            return buffers.ops.rotate_attend(*qkv, *rotation, *caches, *where, scaling, block.window)
+            where = (table, lengths, prefixes, clusters)
+            caches = (block.cos, block.sin, block.keys, block.values)
+            return buffers.ops.rotate_attend(q, k, v, *caches, *where, scaling, block.window)
 
         rounding = self.policy.rounding
         skipping = nullcontext() if rounding is None else rounding.skipping(state[DONE])
@@ -210,9 +210,9 @@ class Decoding:
 
         positions, tables = packing.positions, table[packing.indices // width]
 
-        def attend(block: Block, *qkv: torch.Tensor) -> torch.Tensor:
+        def attend(block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             pages = (positions, tables, block.keys, block.values)
-            q = buffers.ops.rotate_store(*qkv, block.cos, block.sin, *pages)
+            q = buffers.ops.rotate_store(q, k, v, block.cos, block.sin, *pages)
             keys, values = (in_order(x, table[:, : pages_of(width)])[:, :, :width] for x in (block.keys, block.values))
             scaling = block.module.self_attn.scaling
             mixed = _causal(packing.unpack(q).transpose(1, 2), keys, values, scaling, block.window)
