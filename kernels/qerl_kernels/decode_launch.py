@@ -33,7 +33,7 @@ def launch(
     beside: bool = False,
 ) -> None:
     """Write `decode.decode_gemm` to y (M, N)."""
-    from qerl_kernels import jit_decode, jit_decode_common, jit_decode_mma
+    from qerl_kernels import jit_decode, jit_decode_end, jit_decode_mma
 
     (m, n), k = y.shape, weight.shape[1]
     tiles, columns = weight.words.shape[:2]
@@ -81,7 +81,7 @@ def launch(
         )  # fmt: skip
     if separate and config.split > 1:
         part = min(_PART, config.tokens)
-        add: Any = jit_decode_common.add_partials[(blocks, config.rows // 64, config.tokens // part)]
+        add: Any = jit_decode_end.add_partials[(blocks, config.rows // 64, config.tokens // part)]
         add(
             row_scale, bias, xa, b, y, partial, factor, scaling, m, n, rank, own, *ends, y.stride(0),
             BM=config.rows, BN=config.tokens, PART=part, WGMMA=config.kernel == WGMMA, num_warps=4, **shared,
