@@ -4,6 +4,7 @@ A word names the parts of a step, joined by +, or is "all" or "none":
 
     ahead       the next weight is brought to the L2 cache, at most `ahead.AHEAD_BYTES` of it; ahead8: at most 8 MiB
     beside      a matmul runs beside x A^T of its adapter (`projection.runs_beside`)
+    gate        the matmul of gate and up ends with SwiGLU (`decode.GATES`)
     rotation    attention rotates queries and keys itself (`decoder_layer.ROTATES`)
 """
 
@@ -13,12 +14,13 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from qerl_kernels import ahead, decoder_layer, projection
+from qerl_kernels import ahead, decode, decoder_layer, projection
 
 ALL, NONE = "all", "none"
 _OFF: dict[str, tuple[Any, str, int]] = {
     "ahead": (ahead, "AHEAD_BYTES", 0),
     "beside": (projection, "BESIDE_ROWS", 0),
+    "gate": (decode, "GATES", False),
     "rotation": (decoder_layer, "ROTATES", False),
 }
 

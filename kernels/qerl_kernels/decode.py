@@ -20,12 +20,13 @@ import torch
 from qerl_kernels import mxfp4, nf4, nvfp4, symmetric
 from qerl_kernels.decode_configs import BUCKETS, MMA_V2, WGMMA, Config, choose
 from qerl_kernels.decode_launch import LoRA, launch
-from qerl_kernels.layout import BLOCK, SCALE_TYPES, KernelWeight, block_rows, shapes, unpack
+from qerl_kernels.layout import BLOCK, ROWS, SCALE_TYPES, KernelWeight, block_rows, shapes, unpack
 
 MAX_TOKENS = BUCKETS[-1]
 MOST_TOKENS = {WGMMA: MAX_TOKENS, MMA_V2: 64}  # that the kernel is chosen for, as measured on an H200
 FEW_TOKENS = {WGMMA: 128, MMA_V2: 32}  # the same where the weight is at hand in 16 bits; MMA_V2's is a guess
 MAX_RANK = 128
+GATES = True  # the matmul of gate and up ends with SwiGLU or GeGLU, which otherwise is a kernel of its own
 _MOST_ROWS = 256  # of W that one program multiplies, so that none has rows of two parts
 _KERNELS = {8: MMA_V2, 9: WGMMA, 10: MMA_V2, 11: MMA_V2, 12: MMA_V2}  # by major compute capability
 
@@ -70,6 +71,7 @@ def decode_gemm(
     config: Config | None = None,
     parts: Sequence[int] = (),
     beside: bool = False,
+    gated: str = "",
 ) -> torch.Tensor:
     """y (M, N) = x (M, K) operand^T * scale + (XA B^T) * factor + bias, bfloat16 like x, for M up to 256.
 
@@ -80,12 +82,15 @@ def decode_gemm(
     device, kernel, shape, dtype or stride. Before capturing it in a CUDA graph, call it once.
 
     The kernel may start before earlier ones have ended (`overlap`). It reads words and scales of `weight` at once, and
-    waits before it reads or writes anything else. So no kernel of the same step may write the weight. If XA is what
-    `project(x, A, beside=True)` returned in the call just before, `beside` lets the matmul run while that kernel does:
-    only the adapter waits. Inside of `ahead.reading_in_order` it brings a part of the next weight to the L2 cache.
+    waits before it reads or writes anything else. So no kernel of the same step may write the weight.
+
+    If XA is what `project(x, A, beside=True)` returned in the call just before, `beside` lets the matmul run while that
+    kernel does: only the adapter waits. `gated`, "swiglu" or "geglu", takes the two halves of y as gate and up, and
+    returns what `decoder_layer` makes of them, (M, N / 2), with the same bits, where `can_gate` says so. Inside of
+    `ahead.reading_in_order` it brings a part of the next weight to the L2 cache.
     """
     _check(x, weight, scale, bias, lora, parts)
-    y = x.new_empty((len(x), weight.shape[0]))
+    y = x.new_empty((len(x), weight.shape[0] // (2 if gated else 1)))
     kernel = kernel_of(x.device)
     assert kernel is not None
     if config is None:
@@ -94,13 +99,32 @@ def decode_gemm(
         raise ValueError(f"kernel={WGMMA} needs compute capability 9 (H100, H200); use a configuration of {MMA_V2}")
     if config.kernel == MMA_V2 and weight.shape[1] % 8:
         raise ValueError(f"kernel={MMA_V2} needs K divisible by 8, got {weight.shape[1]}; use dequantize")
-    launch(x, weight, scale, bias, lora, y, config, parts, beside)
+    if gated and not _can_gate(weight, config, parts):
+        raise ValueError(f"gated={gated} does not take W {weight.shape} with {config}; call decoder_layer.{gated}")
+    launch(x, weight, scale, bias, lora, y, config, parts, beside, gated)
     return y
 
 
 def separable(parts: Sequence[int]) -> bool:
     """Whether `decode_gemm` takes layers of so many rows as `parts`."""
     return len(parts) <= 3 and all(rows > 0 and rows % _MOST_ROWS == 0 for rows in parts)
+
+
+def can_gate(weight: KernelWeight, tokens: int, rank: int, parts: Sequence[int] = ()) -> bool:
+    """Whether `decode_gemm` can end with SwiGLU or GeGLU, for gate and up as `weight` and `rank` columns of XA.
+
+    Not where a second kernel adds the partial sums, nor in `mma_v2`.
+    """
+    kernel = kernel_of(weight.words.device)
+    if not GATES or kernel != WGMMA or rank > MAX_RANK:
+        return False
+    return _can_gate(weight, choose(_gpu(weight.words.device), weight.shape, tokens, kernel, weight.format), parts)
+
+
+def _can_gate(weight: KernelWeight, config: Config, parts: Sequence[int]) -> bool:
+    half, odd = divmod(weight.shape[0], 2)
+    whole = config.kernel == WGMMA and (config.split == 1 or not config.separate)
+    return whole and not odd and half % ROWS == 0 and config.rows <= 256 and tuple(parts) in ((), (half, half))
 
 
 def decode_reference(

@@ -17,6 +17,7 @@ from qerl_kernels.scratch import COUNTERS, workspace
 
 LoRA = tuple[torch.Tensor, torch.Tensor, float]  # x A^T (M, r) and B (N, r) in bfloat16, and the scaling
 
+GATES = {"": 0, "swiglu": 1, "geglu": 2}  # what the kernels call them
 _MIN_RANK = 16  # K of a tensor-core instruction
 _PART = 16  # tokens whose partial sums one program of `add_partials` adds
 
@@ -31,11 +32,12 @@ def launch(
     config: Config,
     parts: Sequence[int] = (),
     beside: bool = False,
+    gated: str = "",
 ) -> None:
-    """Write `decode.decode_gemm` to y (M, N)."""
+    """Write `decode.decode_gemm` to y (M, N), or (M, N / 2) if `gated`."""
     from qerl_kernels import jit_decode, jit_decode_end, jit_decode_mma
 
-    (m, n), k = y.shape, weight.shape[1]
+    m, (n, k) = len(y), weight.shape
     tiles, columns = weight.words.shape[:2]
     token_blocks = -(-m // config.tokens)
     blocks = -(-n // config.rows) * token_blocks
@@ -48,10 +50,11 @@ def launch(
     xa, b, scaling = lora if lora and lora[2] else (None, None, 0.0)  # the kernels divide by it
     rank = 0 if b is None else b.shape[1]
     own = rank // (len(parts) or 1)
+    multiplied = rank if gated else own  # columns of XA
     ends = [*accumulate(parts[:-1]), n, n][:2]
     shared = {
         "SPLIT": config.split,
-        "RANK": 0 if b is None else max(_MIN_RANK, 1 << (own - 1).bit_length()),
+        "RANK": 0 if b is None else max(_MIN_RANK, 1 << (multiplied - 1).bit_length()),
         "HAS_ROW_SCALE": row_scale is not None,
         "HAS_BIAS": bias is not None,
         **overlapping(x.device),
@@ -70,8 +73,8 @@ def launch(
         multiply = jit_decode.decode[(blocks, config.split)]
         multiply(
             _box(x, config), *tensors, None, factor, scaling, m, n, columns, tiles, rank, own, *ends, y.stride(0), 0,
-            following.words, following.scales, *shares, BRINGS=brings, BESIDE=beside, OVERLAP=config.overlap,
-            EVEN=columns % config.ring == 0, GROUPED=False, **constants,
+            following.words, following.scales, *shares, BRINGS=brings, BESIDE=beside, GATED=GATES[gated],
+            OVERLAP=config.overlap, EVEN=columns % config.ring == 0, GROUPED=False, **constants,
         )  # fmt: skip
     else:
         multiply = jit_decode_mma.decode[(blocks, config.split)]
@@ -110,9 +113,9 @@ def launch_grouped(
     multiply(
         _box(x, config), weight.words, weight.scale_words, nf4_table(x.device), scale,
         bias, None, None, y, partial, counters, items, 2.0**weight.exponent, 0.0, 0, n, columns, tiles, 0, 0, 0,
-        0, n, len(items), None, None, 0, 0, 0, 0, BRINGS=False, BESIDE=False, FORMAT=weight.format,
-        BM=config.rows, BN=config.tokens, SPLIT=split, RING=config.ring, XBUF=config.buffers, OVERLAP=config.overlap,
-        SEPARATE=False, RANK=0, HAS_ROW_SCALE=scale is not None, HAS_BIAS=bias is not None,
+        0, n, len(items), None, None, 0, 0, 0, 0, BRINGS=False, BESIDE=False, GATED=0,
+        FORMAT=weight.format, BM=config.rows, BN=config.tokens, SPLIT=split, RING=config.ring, XBUF=config.buffers,
+        OVERLAP=config.overlap, SEPARATE=False, RANK=0, HAS_ROW_SCALE=scale is not None, HAS_BIAS=bias is not None,
         EVEN=columns % config.ring == 0, PDL=True, GROUPED=True, W=config.warps, num_warps=config.warps,
         launch_pdl=True,
     )  # fmt: skip

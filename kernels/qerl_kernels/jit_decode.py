@@ -6,8 +6,9 @@ turns them into the A operand of a wgmma (`jit_decode_common`). The copy engine 
 programs that share rows write FP32 sums to a workspace; the last to finish, or a second kernel, adds them in the order
 of K, so results do not depend on timing. If GROUPED, W stacks the matrices of several experts, and each entry of
 `items` is up to BN rows of x with the expert that multiplies them (`grouped`). If BESIDE, the kernel before is x A^T of
-its adapter, which lets this one start when x is complete: it waits for XA at the end. Gluon has no interpreter: without
-a GPU, tests cover the layout's reference and the compiled code.
+its adapter, which lets this one start when x is complete: it waits for XA at the end. If GATED, half of a
+program's rows are of the gate, and the other half those of up that they are multiplied with. Gluon has no interpreter:
+without a GPU, tests cover the layout's reference and the compiled code.
 """
 
 # Triton's compiler wants constexpr annotations, although calls pass plain numbers.
@@ -101,6 +102,7 @@ def decode(
     PDL: gl.constexpr,  # programmatic dependent launch: starts while the previous kernel still runs
     BRINGS: gl.constexpr,  # B of the adapter, and `ahead.shares` of the next weight, to the L2 cache
     BESIDE: gl.constexpr,  # x is complete at the start, XA is not
+    GATED: gl.constexpr,  # 1: SwiGLU of gate and up, the halves of W; 2: GeGLU; 0: neither
     GROUPED: gl.constexpr,  # N and TILES are of one expert, and so is row_scale, which then is a number; RANK is 0
     W: gl.constexpr,
 ):
@@ -135,12 +137,13 @@ def decode(
         token_blocks = (M + BN - 1) // BN
         row_block = block // token_blocks
         m0 = (block % token_blocks) * BN
+    n0 = row_block * (BM // 2 if GATED else BM)
     rounds = (COLUMNS + RING - 1) // RING
     first = rounds * split // SPLIT
     last = rounds * (split + 1) // SPLIT
 
-    w_ptr = word_pointers(words_ptr, first_tile, row_block, TILES, COLUMNS, first, FORMAT, RING, T, WORDS)
-    s_ptr = scale_pointers(scales_ptr, first_tile, row_block, TILES, COLUMNS, first, FORMAT, RING, T, SCALES)
+    w_ptr = word_pointers(words_ptr, first_tile, row_block, TILES, COLUMNS, first, FORMAT, RING, T, GATED, WORDS)
+    s_ptr = scale_pointers(scales_ptr, first_tile, row_block, TILES, COLUMNS, first, FORMAT, RING, T, GATED, SCALES)
     table = values_of_codes(table_ptr, FORMAT, T, WORDS)
 
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -160,7 +163,7 @@ def decode(
         if not BESIDE:
             grid_dependency("wait")
     if BRINGS and RANK > 0:
-        bring_adapter(b_ptr, row_block * BM, N, rank, own, end1, end2, BM, RANK, W)
+        bring_adapter(b_ptr, n0, N, rank, own, end1, end2, BM, RANK, GATED, W)
     for b in gl.static_range(XBUF):
         _load_activations(x_box, xs, bars, m0, first + b, b, first + b < last, BN, RING)
 
@@ -204,7 +207,7 @@ def decode(
         grid_dependency("wait")
 
     finish(
-        acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, partial_ptr, counter_ptr, block, split, row_block * BM, m0,
+        acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, partial_ptr, counter_ptr, block, split, n0, m0,
         factor, scaling, M, N, rank, own, end1, end2, stride_ym, BM, BN, SPLIT, SEPARATE, RANK,
-        HAS_ROW_SCALE and not GROUPED, HAS_BIAS, ACC, PRIVATE, W,
+        HAS_ROW_SCALE and not GROUPED, HAS_BIAS, GATED, ACC, PRIVATE, W,
     )  # fmt: skip

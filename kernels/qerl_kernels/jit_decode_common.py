@@ -141,16 +141,27 @@ def fragment(loaded, column: gl.constexpr, table, FORMAT: gl.constexpr, TILES: g
 
 
 @gluon.jit
+def _tiles(row_block, TILES, T: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
+    """The tiles of a program, the last for those past the end; if GATED, half of them are of the second half of W."""
+    tile = gl.arange(0, T, layout=LAYOUT)
+    if GATED:
+        own = gl.minimum(row_block * (T // 2) + tile % (T // 2), TILES // 2 - 1)
+        return own + tile // (T // 2) * (TILES // 2)
+    else:
+        return gl.minimum(row_block * T + tile, TILES - 1)
+
+
+@gluon.jit
 def word_pointers(
     ptr, first_tile, row_block, TILES, COLUMNS, first,
-    FORMAT: gl.constexpr, RING: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr,
+    FORMAT: gl.constexpr, RING: gl.constexpr, T: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Of the words (T, 8, 4, 4) of T tiles in column RING * `first`. Tiles past the last are read as the last.
 
     Addresses have 32 bits, enough for 2^33 weights.
     """
-    tile = gl.arange(0, T, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
-    tile = (first_tile + gl.minimum(row_block * T + tile, TILES - 1)) * COLUMNS + first * RING
+    tile = _tiles(row_block, TILES, T, GATED, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    tile = (first_tile + tile) * COLUMNS + first * RING
     g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
     j = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
@@ -162,7 +173,7 @@ def word_pointers(
 @gluon.jit
 def scale_pointers(
     ptr, first_tile, row_block, TILES, COLUMNS, first,
-    FORMAT: gl.constexpr, RING: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr,
+    FORMAT: gl.constexpr, RING: gl.constexpr, T: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Of the scale words (T, 8, 2) of the same tiles; of squares (T, 8), 8 times the same; of rows none."""
     SHARED: gl.constexpr = columns_of(FORMAT)
@@ -170,8 +181,7 @@ def scale_pointers(
         return ptr
     else:
         gl.static_assert(RING % SHARED == 0)
-        tile = gl.arange(0, T, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-        tile = first_tile + gl.minimum(row_block * T + tile, TILES - 1)
+        tile = first_tile + _tiles(row_block, TILES, T, GATED, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
         tile = tile * (COLUMNS // SHARED) + first * (RING // SHARED)
         g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
         if FORMAT == "fp8-128x128":

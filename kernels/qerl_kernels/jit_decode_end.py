@@ -57,12 +57,20 @@ def private_offsets(BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr, OF
 @gluon.jit
 def _add_low_rank(
     acc, xa_ptr, b_ptr, n0, m0, M, N, rank, first, own,
-    BM: gl.constexpr, BN: gl.constexpr, RANK: gl.constexpr, LAYOUT: gl.constexpr, W: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, RANK: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """`acc` (BM, BN) + B XA^T for rows n0.. of B and m0.. of XA, of `own` columns from `first` on."""
+    """`acc` (BM, BN) + B XA^T for rows n0.. of B and m0.. of XA, of `own` columns from `first` on.
+
+    If GATED, of all columns: rows of gate and up have their own ones, and zeros beside, which are not read.
+    """
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
     if LAYOUT.version[0] == 3:
-        b = _columns(b_ptr, n0, N, rank, first, own, BM, RANK, OPERAND)
+        if GATED:
+            b = _blocks(b_ptr, n0, N, rank, own, BM, RANK, GATED, OPERAND)
+            first = 0
+            own = rank
+        else:
+            b = _columns(b_ptr, n0, N, rank, first, own, BM, RANK, OPERAND)
         XA: gl.constexpr = gl.BlockedLayout([1, 8], [32 // min(RANK // 8, 32), min(RANK // 8, 32)], [W, 1], [1, 0])
         xa = _columns(xa_ptr, m0, M, rank, first, own, BN, RANK, XA)
         SHARED: gl.constexpr = gl.NVMMASharedLayout(min(RANK * 2, 128), 16, 2)
@@ -80,6 +88,39 @@ def _add_low_rank(
             at = xa_ptr + gl.expand_dims(m * rank + first + i, 0) + gl.expand_dims(k, 1)
             acc = mma_v2(b, gl.load(at, mask=keep, other=0.0), acc)
         return acc
+
+
+@gluon.jit
+def rows_of(n0, N, BM: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
+    """The rows of W that a program multiplies, from n0 on; if GATED, half of them, and as many N / 2 further down."""
+    i = gl.arange(0, BM, layout=LAYOUT)
+    return n0 + i % (BM // 2) + i // (BM // 2) * (N // 2) if GATED else n0 + i
+
+
+@gluon.jit
+def _blocks(
+    ptr, row, end, width, columns, ROWS: gl.constexpr, COLUMNS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Rows of gate, then of up, of a matrix (end, width). If `columns` are fewer than all, those of up come second."""
+    n = rows_of(row, end, ROWS, GATED, gl.SliceLayout(1, LAYOUT))
+    k = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    first = gl.expand_dims((n >= end // 2).to(gl.int32) * (columns % width), 1)
+    keep = gl.expand_dims(n < end, 1) & (k >= first) & (k < first + columns)
+    return gl.load(ptr + gl.expand_dims(n * width, 1) + k, mask=keep, other=0.0)
+
+
+@gluon.jit
+def _activated(y, BM: gl.constexpr, BN: gl.constexpr, GATED: gl.constexpr, W: gl.constexpr):
+    """silu(gate) * up, or gelu(gate) * up, (BM / 2, BN), of y (BM, BN); rounds as `jit_decoder_layer.gated` does."""
+    HALVES: gl.constexpr = gl.BlockedLayout([8, 1, 2], [BM // 16, 512 // BM, 1], [1, W, 1], [2, 0, 1])
+    halves = gl.permute(gl.reshape(y, [2, BM // 2, BN]), (1, 2, 0))
+    gate, up = gl.split(gl.convert_layout(halves, HALVES))
+    wide = gate.to(gl.float32)
+    exponent = wide
+    if GATED == 2:
+        exponent = gl.maximum(1.5957691216057308 * (wide + 0.044715 * wide * wide * wide), -80.0)
+    activated = (wide / (1.0 + gl.exp(-exponent))).to(gate.dtype)
+    return (activated.to(gl.float32) * up.to(gl.float32)).to(gate.dtype)
 
 
 @gluon.jit
@@ -117,15 +158,16 @@ def _write(
     RANK: gl.constexpr,
     HAS_ROW_SCALE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    GATED: gl.constexpr,
     LAYOUT: gl.constexpr,
     W: gl.constexpr,
 ):
-    """y[m0:, n0:] = acc^T * factor * row scale + (XA B^T) * scaling + bias, rounded once.
+    """y[m0:, n0:] = acc^T * factor * row scale + (XA B^T) * scaling + bias, rounded once; if GATED, `_activated` of it.
 
     Of XA and B it reads the columns of its part of the rows. XA B^T is added to acc itself, which is divided by
     `scaling` before and multiplied by it after: second accumulators would leave room for fewer programs.
     """
-    n = n0 + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
+    n = rows_of(n0, N, BM, GATED, gl.SliceLayout(1, LAYOUT))
     if RANK > 0:
         factor /= scaling
     acc = acc * factor
@@ -133,13 +175,18 @@ def _write(
         acc = acc * gl.expand_dims(gl.load(row_scale_ptr + n, mask=n < N, other=0.0).to(gl.float32), 1)
     if RANK > 0:
         first = own * ((n0 >= end1).to(gl.int32) + (n0 >= end2).to(gl.int32))
-        acc = _add_low_rank(acc, xa_ptr, b_ptr, n0, m0, M, N, rank, first, own, BM, BN, RANK, LAYOUT, W)
+        acc = _add_low_rank(acc, xa_ptr, b_ptr, n0, m0, M, N, rank, first, own, BM, BN, RANK, GATED, LAYOUT, W)
         acc = acc * scaling
     if HAS_BIAS:
         acc += gl.expand_dims(gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32), 1)
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, W], [0, 1])
-    y = gl.convert_layout(acc.to(gl.bfloat16), OUT)
-    n = n0 + gl.arange(0, BM, layout=gl.SliceLayout(1, OUT))
+    ROWS: gl.constexpr = BM // 2 if GATED else BM
+    y = acc.to(gl.bfloat16)
+    if GATED:
+        y = _activated(y, BM, BN, GATED, W)
+        N = N // 2
+    y = gl.convert_layout(y, OUT)
+    n = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
     m = m0 + gl.arange(0, BN, layout=gl.SliceLayout(0, OUT))
     at = y_ptr + gl.expand_dims(n, 1) + gl.expand_dims(m * stride_ym, 0)
     gl.store(at, y, mask=gl.expand_dims(n < N, 1) & gl.expand_dims(m < M, 0))
@@ -150,13 +197,14 @@ def finish(
     acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, partial_ptr, counter_ptr, block, split, n0, m0, factor,
     scaling, M, N, rank, own, end1, end2, stride_ym,
     BM: gl.constexpr, BN: gl.constexpr, SPLIT: gl.constexpr, SEPARATE: gl.constexpr, RANK: gl.constexpr,
-    HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, LAYOUT: gl.constexpr, PRIVATE: gl.constexpr, W: gl.constexpr,
+    HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr,
+    PRIVATE: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Write y; if programs split K, partial sums, of which the last program to finish makes y unless SEPARATE."""
     if SPLIT == 1:
         _write(
             acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, n0, m0, factor, scaling, M, N, rank, own, end1,
-            end2, stride_ym, BM, BN, RANK, HAS_ROW_SCALE, HAS_BIAS, LAYOUT, W,
+            end2, stride_ym, BM, BN, RANK, HAS_ROW_SCALE, HAS_BIAS, GATED, LAYOUT, W,
         )  # fmt: skip
     else:
         part = partial_ptr + block * (SPLIT * BM * BN) + private_offsets(BM, BN, PRIVATE, BN)
@@ -172,7 +220,7 @@ def finish(
                 _write(
                     _from_private(total, BM, BN, LAYOUT), row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, n0, m0,
                     factor, scaling, M, N, rank, own, end1, end2, stride_ym, BM, BN, RANK, HAS_ROW_SCALE,
-                    HAS_BIAS, LAYOUT, W,
+                    HAS_BIAS, GATED, LAYOUT, W,
                 )  # fmt: skip
 
 
@@ -221,5 +269,5 @@ def add_partials(
     acc = _from_private(total, 64, PART, ACC)
     _write(
         acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, n0, m0, factor, scaling, M, N, rank, own, end1,
-        end2, stride_ym, 64, PART, RANK, HAS_ROW_SCALE, HAS_BIAS, ACC, 4,
+        end2, stride_ym, 64, PART, RANK, HAS_ROW_SCALE, HAS_BIAS, 0, ACC, 4,
     )  # fmt: skip

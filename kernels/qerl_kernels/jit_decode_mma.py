@@ -92,8 +92,8 @@ def decode(
     first = rounds * split // SPLIT
     last = rounds * (split + 1) // SPLIT
 
-    w_ptr = word_pointers(words_ptr, 0, row_block, TILES, COLUMNS, first, FORMAT, RING, T, WORDS)
-    s_ptr = scale_pointers(scales_ptr, 0, row_block, TILES, COLUMNS, first, FORMAT, RING, T, SCALES)
+    w_ptr = word_pointers(words_ptr, 0, row_block, TILES, COLUMNS, first, FORMAT, RING, T, 0, WORDS)
+    s_ptr = scale_pointers(scales_ptr, 0, row_block, TILES, COLUMNS, first, FORMAT, RING, T, 0, SCALES)
     table = values_of_codes(table_ptr, FORMAT, T, WORDS)
     loaded = ()
     for i in gl.static_range(RING):
@@ -142,5 +142,5 @@ def decode(
     finish(
         acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, partial_ptr, counter_ptr, block, split, row_block * BM, m0,
         factor, scaling, M, N, rank, own, end1, end2, stride_ym, BM, BN, SPLIT, SEPARATE, RANK, HAS_ROW_SCALE, HAS_BIAS,
-        ACC, PRIVATE, W,
+        0, ACC, PRIVATE, W,
     )  # fmt: skip

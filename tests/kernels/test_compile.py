@@ -372,6 +372,7 @@ def _decode(
     even: bool = True,
     brings: bool = False,
     beside: bool = False,
+    gated: int = 0,
 ) -> Compiled:
     """The kernel of Hopper; `scaled`: with a scale for each row and a bias."""
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -388,7 +389,7 @@ def _decode(
     sizes = ("M", "N", "COLUMNS", "TILES", "rank", "own", "end1", "end2", "stride_ym", "items", *jit_decode.SHARES)
     signature |= dict.fromkeys(sizes, "i32") | {"next_words_ptr": "*i32", "next_scales_ptr": "*u8"}
     constants: dict[str, Any] = {"FORMAT": format_name, "BM": config.rows, "BN": config.tokens, "W": config.warps}
-    constants |= {"BRINGS": brings, "BESIDE": beside}
+    constants |= {"BRINGS": brings, "BESIDE": beside, "GATED": gated}
     constants |= {"RING": config.ring, "XBUF": config.buffers, "SPLIT": config.split, "SEPARATE": config.separate}
     constants |= {"RANK": rank, "OVERLAP": config.overlap, "EVEN": even}
     constants |= {"HAS_ROW_SCALE": scaled, "HAS_BIAS": scaled, "GROUPED": grouped, "PDL": True}
@@ -441,6 +442,9 @@ def test_decode_of_few_rows(tokens: int) -> None:
         both = _decode(config, "nvfp4", 32, scaled=False, brings=True, beside=True)
         assert (plain.count("UBLKPF"), plain.count("CCTL.*PF2")) == (0, 0)
         assert (both.count("UBLKPF"), both.count("CCTL.*PF2")) == (2, 1)
+        for gated in (1, 2) if shape[0] == 37888 else ():  # two adapters of rank 32
+            whole = _decode(config, "nvfp4", 64, scaled=False, brings=True, beside=True, gated=gated)
+            assert not whole.spills and whole.registers <= both.registers + 2 and whole.shared == both.shared
         assert not both.spills
         granted = [-(-one.registers // 8) * 8 for one in (plain, both)]
         assert granted[1] <= granted[0] and both.shared == plain.shared

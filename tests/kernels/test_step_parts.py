@@ -43,15 +43,15 @@ def test_rollouts_do_not_depend_on_the_parts(rows: int, make_policy: Callable[..
         with torch.inference_mode():
             yield {"rollout": Sampler(policy, Limits(rows=rows)).decode(prompts, sampling, [*range(rows)])}
 
-    words = ("none", "ahead", "beside", "rotation", "all")
+    words = ("none", "ahead", "beside", "rotation", "gate", "all")
     wanted, *others = ([row["rollout"] for row in parts.only(word, rollouts())] for word in words)
     for other in others:
         assert other == wanted
 
 
 def test_a_bench_leaves_parts_out_and_puts_them_back(parts: Any) -> None:
-    def state() -> tuple[int, int, bool]:
-        return ahead.AHEAD_BYTES, projection.BESIDE_ROWS, decoder_layer.ROTATES
+    def state() -> tuple[int, int, bool, bool]:
+        return ahead.AHEAD_BYTES, projection.BESIDE_ROWS, decoder_layer.ROTATES, decode.GATES
 
     def rows() -> Any:
         yield {"state": state()}
@@ -59,8 +59,8 @@ def test_a_bench_leaves_parts_out_and_puts_them_back(parts: Any) -> None:
     whole = state()
     assert all(whole)
     for word, wanted in (
-        ("all", whole), ("none", (0, 0, False)), ("ahead", (whole[0], 0, False)),
-        ("ahead8+rotation", (8 << 20, 0, True)), ("beside", (0, whole[1], False)),
+        ("all", whole), ("none", (0, 0, False, False)), ("ahead", (whole[0], 0, False, False)),
+        ("ahead8+rotation", (8 << 20, 0, True, False)), ("beside+gate", (0, whole[1], False, True)),
     ):  # fmt: skip
         assert [*parts.only(parts.named(word), rows())] == [{"state": wanted, "parts": word}]
         assert state() == whole

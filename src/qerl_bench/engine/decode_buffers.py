@@ -19,6 +19,7 @@ from qerl_bench.engine.decoder_blocks import (
     Attend,
     adapted_layers,
     blocks_of,
+    gated,
     kv_bytes,
     layers_of,
     norms_of,
@@ -156,7 +157,8 @@ class Buffers:
             if names.after_attention is not None:
                 delta = normed(scales[names.after_attention], delta)
             x, h = ops.add_norm(x, delta, scales[names.before_mlp], epsilon, unit_offset)
-            delta = mlp(h[None])[0] if block.gate_up is None else mlp.down_proj(self.activation(*block.gate_up(h)))
+            whole = block.gate_up is None
+            delta = mlp(h[None])[0] if whole else mlp.down_proj(gated(block.gate_up, h, self.activation))
             if names.after_mlp is not None:
                 delta = normed(scales[names.after_mlp], delta)
         return ops.add_norm(x, delta, self.last_scale, epsilon, unit_offset)[1]

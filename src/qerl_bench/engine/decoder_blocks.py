@@ -13,6 +13,7 @@ from qerl_bench.model.adapters import LoRAExperts
 from qerl_bench.model.kernels import FusedLinears, LoRALinear, fuse_linears
 from qerl_bench.model.lm_head import decoder_of
 from qerl_bench.model.policy import Policy
+from qerl_bench.quant import few_rows
 from qerl_bench.quant.linear import PackedLinear
 from qerl_kernels.layout import KernelWeight
 
@@ -55,6 +56,16 @@ def packed_layers(block: Block) -> list[PackedLinear]:
     own = [module for module in block.module.modules() if id(module) not in replaced]
     packed = [module for module in (*bases, *own) if isinstance(module, PackedLinear)]
     return [layer for layer in packed if not layer.multiplies_fp8]
+
+
+def gated(gate_up: Any, x: torch.Tensor, activation: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """`activation` of gate and up, `decoder_layer.swiglu` or `geglu` or a reference; in one kernel where it can be."""
+    base = gate_up.base if isinstance(gate_up, FusedLinears) else None
+    if isinstance(base, PackedLinear):
+        found = few_rows.gate(base, x, gate_up.adapter, activation.__name__)
+        if found is not None:
+            return found
+    return activation(*gate_up(x))
 
 
 def weights_in_order(blocks: list[Block]) -> list[KernelWeight | None]:
