@@ -22,6 +22,7 @@ from qerl_kernels.scratch import workspace
 MAX_ROWS, MAX_RANK = 256, 256
 MOST_INPUTS = 1 << 19  # numbers of x up to which a library was slower (kernels/results/h200_projection.csv)
 BESIDE_ROWS = 256  # rows up to which the decode GEMM runs beside `project`, not behind it; 0: it never does
+_ALWAYS_BESIDE = 64  # rows up to which it does even where a library was faster: nobody waits for x A^T then
 _TILE = 16  # rows of x, and of A, of a program
 _COLUMNS = 64  # inputs that a program multiplies at once
 _PROGRAMS = 100  # about so many at least, if K allows
@@ -34,8 +35,10 @@ def pays(x: torch.Tensor, a: torch.Tensor) -> bool:
 
 
 def runs_beside(x: torch.Tensor, a: torch.Tensor) -> bool:
-    """Whether `decode_gemm` of x and its weight can run while `project` computes x A^T."""
-    return len(x) <= BESIDE_ROWS and pays(x, a) and kernel_of(x.device) == WGMMA
+    """Whether `decode_gemm` of x and its weight is to run while `project` computes x A^T."""
+    rows = len(x)
+    wanted = pays(x, a) or (0 < rows <= _ALWAYS_BESIDE and 0 < len(a) <= MAX_RANK)
+    return rows <= BESIDE_ROWS and wanted and kernel_of(x.device) == WGMMA
 
 
 def project(x: torch.Tensor, a: torch.Tensor, beside: bool = False) -> torch.Tensor:

@@ -101,13 +101,16 @@ def test_the_order_is_that_of_the_step(make_policy: Callable[..., Any], stand_in
 
 
 def test_only_hopper_multiplies_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to the rows of the constant, where the kernel of this project computes x A^T."""
+    """Up to the rows of the constant; of few rows also where a library computes x A^T faster."""
     x, a = torch.empty(8, 256, dtype=torch.bfloat16), torch.empty(32, 256, dtype=torch.bfloat16)
     assert not projection.runs_beside(x, a)
     for kernel, wanted in ((decode.WGMMA, True), (decode.MMA_V2, False), (None, False)):
         monkeypatch.setattr(projection, "kernel_of", lambda _, kernel=kernel: kernel)
         assert projection.runs_beside(x, a) == wanted
     monkeypatch.setattr(projection, "kernel_of", lambda _: decode.WGMMA)
-    assert not projection.runs_beside(torch.empty(64, 18944), torch.empty(32, 18944))  # a library's
+    inputs, many = (torch.empty(rows, 18944) for rows in (64, 65))
+    assert projection.runs_beside(inputs, torch.empty(32, 18944)) and not projection.pays(inputs, inputs[:32])
+    assert not projection.runs_beside(many, torch.empty(32, 18944))  # a library's
+    assert not projection.runs_beside(inputs, torch.empty(257, 18944))
     monkeypatch.setattr(projection, "BESIDE_ROWS", 7)
     assert not projection.runs_beside(x, a)

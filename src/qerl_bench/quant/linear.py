@@ -228,9 +228,8 @@ class PackedLinear(torch.nn.Linear):
             tokens = input.reshape(-1, self.in_features).contiguous()
             few = decode.pays(kernel_weight, len(tokens), input.dtype, at_hand=self._kept is not None)
             if few and (adapter is None or isinstance(adapter, Adapter)):
-                return few_rows.multiply(self, kernel_weight, tokens, adapter).view(
-                    *input.shape[:-1], self.out_features
-                )
+                y = few_rows.multiply(self, kernel_weight, tokens, adapter)
+                return y.view(*input.shape[:-1], self.out_features)
         return packed_linear(input, self.matmul_operand, self.row_scales, self.bias, adapter, None, self._gradient())
 
     def _gradient(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
