@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from qerl_kernels.jit_decode_ahead import bring_adapter, bring_share
 from qerl_kernels.jit_decode_common import (
     barrier,
+    fence_async_global,
     fragment,
     grid_dependency,
     load_column,
@@ -160,7 +161,9 @@ def decode(
         loaded += load_column(w_ptr + i * STEP, s_ptr + scales_step(FORMAT, i), on, FORMAT, T, WORDS)
     if PDL and not GROUPED:  # nothing above depends on earlier kernels
         grid_dependency("launch_dependents")
-        if not BESIDE:
+        if BESIDE:
+            fence_async_global()  # the copy engine reads x without a wait
+        else:
             grid_dependency("wait")
     if BRINGS and RANK > 0:
         bring_adapter(b_ptr, n0, N, rank, own, end1, end2, BM, RANK, GATED, W)

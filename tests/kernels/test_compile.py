@@ -448,9 +448,16 @@ def test_decode_of_few_rows(tokens: int) -> None:
         assert not both.spills
         granted = [-(-one.registers // 8) * 8 for one in (plain, both)]
         assert granted[1] <= granted[0] and both.shared == plain.shared
-        steps = ("prefetch.global.L2 ", "wgmma.mma_async", "bulk.prefetch.L2", "griddepcontrol.wait", "st.global")
+        steps = (
+            "fence.proxy.async.global",
+            "prefetch.global.L2 ",
+            "wgmma.mma_async",
+            "bulk.prefetch.L2",
+            "griddepcontrol.wait",
+            "st.global",
+        )
         assert [both.ptx.find(step) for step in steps] == sorted(both.ptx.find(step) for step in steps)
-        assert 0 < plain.ptx.find(steps[3]) < plain.ptx.find(steps[1])
+        assert 0 < plain.ptx.find(steps[4]) < plain.ptx.find(steps[2])
 
 
 @pytest.mark.parametrize(
