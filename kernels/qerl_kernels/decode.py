@@ -99,7 +99,7 @@ def decode_gemm(
         raise ValueError(f"kernel={WGMMA} needs compute capability 9 (H100, H200); use a configuration of {MMA_V2}")
     if config.kernel == MMA_V2 and weight.shape[1] % 8:
         raise ValueError(f"kernel={MMA_V2} needs K divisible by 8, got {weight.shape[1]}; use dequantize")
-    if gated and not _can_gate(weight, config, parts):
+    if gated and not _can_gate(weight, config, 0 if lora is None else lora[1].shape[1], parts):
         raise ValueError(f"gated={gated} does not take W {weight.shape} with {config}; call decoder_layer.{gated}")
     launch(x, weight, scale, bias, lora, y, config, parts, beside, gated)
     return y
@@ -116,15 +116,16 @@ def can_gate(weight: KernelWeight, tokens: int, rank: int, parts: Sequence[int] 
     Not where a second kernel adds the partial sums, nor in `mma_v2`.
     """
     kernel = kernel_of(weight.words.device)
-    if not GATES or kernel != WGMMA or rank > MAX_RANK:
+    if not GATES or kernel is None:
         return False
-    return _can_gate(weight, choose(_gpu(weight.words.device), weight.shape, tokens, kernel, weight.format), parts)
+    config = choose(_gpu(weight.words.device), weight.shape, tokens, kernel, weight.format)
+    return _can_gate(weight, config, rank, parts)
 
 
-def _can_gate(weight: KernelWeight, config: Config, parts: Sequence[int]) -> bool:
+def _can_gate(weight: KernelWeight, config: Config, rank: int, parts: Sequence[int]) -> bool:
     half, odd = divmod(weight.shape[0], 2)
     whole = config.kernel == WGMMA and (config.split == 1 or not config.separate)
-    return whole and not odd and half % ROWS == 0 and config.rows <= 256 and tuple(parts) in ((), (half, half))
+    return whole and not odd and half % ROWS == 0 and rank <= MAX_RANK and tuple(parts) in ((), (half, half))
 
 
 def decode_reference(
