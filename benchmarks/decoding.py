@@ -1,7 +1,7 @@
 """Tokens a second that engine=hf samples with random weights in the shape of a model.
 
     python benchmarks/decoding.py [--out FILE] [--shape 7b] [--formats nvfp4 bf16] [--ranks 32] [--slow 64]
-        [--ragged 512 1024] [--group 8] [--dequantized 0 16] [--parts none ahead all] [--profile FILE]
+        [--ragged 512 1024] [--group 8] [--dequantized 0 16] [--profile FILE]
 
 Steps replayed as CUDA graphs are compared with sampling through transformers in the same process. A model whose step
 the engine cannot record is sampled through transformers alone. `resident_gib` is what model and adapter take,
@@ -13,11 +13,10 @@ Batches of equal length: --group completions of each prompt, at most as many as 
 steps alone: a rollout of one token is subtracted, which reads the prompts. Ragged rollouts: so many completions of
 geometric length with mean 600 and limit 4,096, eight of each prompt, in at most 256 rows. `tok_s` is over the whole
 rollout, prompts included; `rows_used` is the share of computed rows whose token was kept, `cache_gib` what was reserved
-for keys and values with all lengths known, `cache_used_gib` the most that was in use. A first rollout compiles and
-records graphs, which takes `first_record_s` and is in no other number. With --dequantized (GiB, as
+for keys and values with all lengths known, `cache_used_gib` the most that was in use. Graphs are recorded in a first
+rollout that also compiles; that takes `first_record_s` and is in no other number. With --dequantized (GiB, as
 engine.dequantized_gib) those of many rows are recorded in each rollout, which counts in ragged rollouts alone. Numbers
-are medians of several repeats. --parts times steps with some of what makes them fast (`step_parts`). --profile writes
-how long each kernel ran in one more rollout of each batch.
+are medians of several repeats. --profile writes how long each kernel ran in one more rollout of each batch.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from typing import Any
 
 import torch
 import transformers
-from step_parts import ALL, named, only
 from timing import append_rows, argument_parser, print_rows, write_rows
 
 from qerl_bench.config import build, compose
@@ -58,7 +56,7 @@ SHAPES = sorted(path.stem for path in (CONF_DIR / "model" / "shape").glob("*.yam
 SLOW_TOKENS = 12  # tokens of a rollout through transformers
 ROWS = 256  # of a ragged rollout
 COLUMNS = (  # empty where a row has no such number
-    "way", "parts", "dequantized_gib", "batch", "group", "prompt", "new", "tokens", "longest", "repeats", "read_s",
+    "way", "dequantized_gib", "batch", "group", "prompt", "new", "tokens", "longest", "repeats", "read_s",
     "first_record_s", "total_s", "step_ms", "step_ms_least", "step_ms_most", "decode_tok_s", "tok_s", "rows_used",
     "cache_gib", "cache_used_gib", "peak_gib",
 )  # fmt: skip
@@ -237,24 +235,23 @@ def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         policy = random_policy(build(compose([*words, f"lora.rank={max(rank, 1)}"])), rank, device)
         resident = torch.cuda.memory_allocated() / 2**30 if device == "cuda" else None
         budgets = options.dequantized if name != "bf16" else [0.0]
-        plan = [("recorded", options.batches, options.new, gib, p) for gib in budgets for p in options.parts]
-        plan += [("transformers", options.slow, SLOW_TOKENS, 0.0, ALL)]
+        plan = [("recorded", options.batches, options.new, gib) for gib in budgets]
+        plan.append(("transformers", options.slow, SLOW_TOKENS, 0.0))
         if device == "cuda" and (reason := eager_reason(policy)) is not None:
             print(f"{shape} {name}: through transformers alone, because {reason}")
-            plan = [("transformers", options.batches, SLOW_TOKENS, 0.0, ALL)]
+            plan = [("transformers", options.batches, SLOW_TOKENS, 0.0)]
         rows: list[Iterator[dict[str, Any]]] = []
         matmuls = " + ".join(dict.fromkeys(re.split(r",| up to ", one)[0] for one in policy.kernels.values()))
         case = {"shape": shape, "format": name, "rank": rank, "matmuls": matmuls}
-        for way, batches, new, gib, parts in plan:
+        for way, batches, new, gib in plan:
             new = min(new, options.new)
             more = (options.prompt, new, options.repeats, options.group, gib, options.profile is not None)
-            rows.append(only(parts, measure(policy, way, batches, *more)))
+            rows.append(measure(policy, way, batches, *more))
             if way == "recorded":
-                ragged = measure_ragged(policy, options.ragged, ragged_task(options), options.repeats, gib)
-                rows += [only(parts, ragged)]
+                rows.append(measure_ragged(policy, options.ragged, ragged_task(options), options.repeats, gib))
         for row in itertools.chain(*rows):
             if kernels := row.pop("kernels", None):
-                batch = {key: row[key] for key in ("way", "parts", "dequantized_gib", "batch", "group")}
+                batch = {key: row[key] for key in ("way", "dequantized_gib", "batch", "group")}
                 append_rows([case | batch | kernel for kernel in kernels], options.profile)
             print(f"[{time.perf_counter() - started:.0f} s]", shape, name, rank, row, flush=True)
             yield case | {"resident_gib": resident, "gpu": gpu, **versions} | dict.fromkeys(COLUMNS) | row
@@ -266,9 +263,13 @@ def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def ragged_task(options: argparse.Namespace) -> Shape:
     return Shape(
-        name="shape", prompt_tokens=options.prompt, lengths="geometric", completion_tokens=options.mean,
-        max_completion_tokens=options.limit, group_size=8,
-    )  # fmt: skip
+        name="shape",
+        prompt_tokens=options.prompt,
+        lengths="geometric",
+        completion_tokens=options.mean,
+        max_completion_tokens=options.limit,
+        group_size=8,
+    )
 
 
 def main(words: list[str] | None = None) -> None:
@@ -283,7 +284,6 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=4096, help="most tokens of a ragged completion")
     parser.add_argument("--group", type=int, default=1, help="completions of one prompt in batches of equal length")
     parser.add_argument("--dequantized", type=float, nargs="+", default=[0.0], help="GiB of weights in 16 bits as well")
-    parser.add_argument("--parts", nargs="+", type=named, default=[ALL], help="of a step: all, none, or ahead+beside")
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)

@@ -30,7 +30,6 @@ _QUERIES = 64  # that a program multiplies with a prefix: a full tile of the ten
 _PROGRAMS = 512  # enough to fill a large GPU: four per processor
 _MIN_SPLITS = 4  # so that one long row among short ones does not decide the time of a full batch
 _CHUNK = 8  # pieces that are combined at once
-ROTATES = True  # `rotate_attend` is as few kernels as `attend`; False: `rotate_store` goes before it
 PREFIX_WARPS = 8  # with 4, a tile of 64 queries needs more registers than there are
 
 
@@ -115,8 +114,12 @@ def rotate_store(
     rows, (_, heads, _, size) = len(q), keys.shape
     queries = q.shape[1] // size
     _require_cache(rows, positions, table, keys, values)
-    _require_heads(q, k, v, cos, sin, keys, table)
-    require_device(positions=positions, table=table, values=values)
+    require_shape("q", q, (rows, queries * size), keys.dtype, strided=True)
+    for name, tensor in (("k", k), ("v", v)):
+        require_shape(name, tensor, (rows, heads * size), keys.dtype, strided=True)
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        require_shape(name, tensor, (table.shape[1] * PAGE, size), *FLOATS)
+    require_device(q=q, k=k, v=v, cos=cos, sin=sin, positions=positions, table=table, keys=keys, values=values)
     from qerl_kernels import jit_decoder_layer
 
     rotated = q.new_empty(rows, queries, size)
@@ -147,62 +150,17 @@ def attend(
     read together, each row with a prefix in one of them, -1 behind the last; None if no row has a prefix. Softmax and
     sums are in FP32 and deterministic.
     """
-    _require_cache(len(q), positions, table, keys, values)
-    require_shape("q", q, (len(q), -1, keys.shape[3]), keys.dtype)
-    return _attend(q.flatten(1), None, keys, values, table, positions, prefixes, clusters, scaling, window)
-
-
-def rotate_attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-    prefixes: torch.Tensor,
-    clusters: torch.Tensor | None,
-    scaling: float,
-    window: int | None = None,
-) -> torch.Tensor:
-    """`attend` of what `rotate_store` returns, (n, H * D), with the same bits; also writes keys and values as it does.
-
-    Rows that write to the same place have undefined results.
-    """
-    if not ROTATES:
-        q = rotate_store(q, k, v, cos, sin, positions, table, keys, values)
-        return attend(q, keys, values, table, positions, prefixes, clusters, scaling, window)
-    _require_cache(len(q), positions, table, keys, values)
-    _require_heads(q, k, v, cos, sin, keys, table)
-    return _attend(q, (k, v, cos, sin), keys, values, table, positions, prefixes, clusters, scaling, window)
-
-
-def _attend(
-    q: torch.Tensor,
-    rotation: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-    prefixes: torch.Tensor,
-    clusters: torch.Tensor | None,
-    scaling: float,
-    window: int | None,
-) -> torch.Tensor:
-    """`attend` for q (n, H * D); with `rotation`, k, v, cos and sin, `rotate_attend`."""
     rows, (_, heads, _, size) = len(q), keys.shape
-    group = q.shape[1] // (heads * size)
+    group = q.shape[1] // heads
     columns, members = table.shape[1], cluster_size(group)
-    require_shape("q", q, (rows, heads * group * size), keys.dtype, strided=True)
+    _require_cache(rows, positions, table, keys, values)
+    require_shape("q", q, (rows, heads * group, size), keys.dtype)
     require_shape("prefixes", prefixes, (rows,), torch.int64)
     if clusters is not None:
         require_shape("clusters", clusters, (-1, members), torch.int32)
     require_device(q=q, positions=positions, prefixes=prefixes, table=table, keys=keys, values=values)
     from qerl_kernels import jit_decoder_layer
 
-    k, v, cos, sin = rotation or (q, q, q, q)  # not read without it
     pieces = -(-columns * PAGE // PIECE) + 1  # the last of the prefix may be cut
     splits = min(pieces, max(_MIN_SPLITS, _PROGRAMS // (rows * heads)))
     out = q.new_empty(rows, heads * group * size)
@@ -212,18 +170,17 @@ def _attend(
     seen = window or columns * PAGE
     factor = scaling * math.log2(math.e)
     shape = {"KV": heads, "GROUP": group, "D": size, "DIM": dim, "PAGE": PAGE, "PIECE": PIECE}
-    shape |= {"BLOCK": key_block(dim, keys.dtype), "ROTATES": rotation is not None, **overlapping(q.device)}
+    shape |= {"BLOCK": key_block(dim, keys.dtype), **overlapping(q.device)}
     if clusters is not None:
         prefix: Any = jit_decoder_layer.attend_prefix
         prefix[(len(clusters), heads, splits)](
-            q, cos, sin, keys, values, table, positions, prefixes, clusters, partial, maxima, total, factor, seen,
-            columns, pieces, q.stride(0), MEMBERS=members, ROWS=max(_MIN_DOT, power_of_2(members * group)),
-            num_warps=PREFIX_WARPS, num_stages=2, **shape,
+            q, keys, values, table, positions, prefixes, clusters, partial, maxima, total, factor, seen, columns,
+            pieces, MEMBERS=members, ROWS=max(_MIN_DOT, power_of_2(members * group)), num_warps=PREFIX_WARPS,
+            num_stages=2, **shape,
         )  # fmt: skip
     own: Any = jit_decoder_layer.attend_own
     own[(rows, heads, splits)](
-        q, k, v, cos, sin, keys, values, table, positions, prefixes, partial, maxima, total, factor, seen, columns,
-        pieces, q.stride(0), k.stride(0), v.stride(0), HALF=power_of_2(size // 2),
+        q, keys, values, table, positions, prefixes, partial, maxima, total, factor, seen, columns, pieces,
         ROWS=max(_MIN_DOT, power_of_2(group)), num_warps=own_warps(keys.dtype), num_stages=3, **shape,
     )  # fmt: skip
     combine: Any = jit_decoder_layer.combine_pieces
@@ -254,24 +211,6 @@ def _require_cache(
     require_shape("table", table, (rows, -1), torch.int32)
     if keys.shape[3] % 2:
         raise ValueError(f"the head size must be even, got {tuple(keys.shape)}; pad it")
-
-
-def _require_heads(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    keys: torch.Tensor,
-    table: torch.Tensor,
-) -> None:
-    rows, (_, heads, _, size) = len(q), keys.shape
-    require_shape("q", q, (rows, q.shape[1] // size * size), keys.dtype, strided=True)
-    for name, tensor in (("k", k), ("v", v)):
-        require_shape(name, tensor, (rows, heads * size), keys.dtype, strided=True)
-    for name, tensor in (("cos", cos), ("sin", sin)):
-        require_shape(name, tensor, (table.shape[1] * PAGE, size), *FLOATS)
-    require_device(q=q, k=k, v=v, cos=cos, sin=sin, keys=keys, table=table)
 
 
 def power_of_2(size: int) -> int:

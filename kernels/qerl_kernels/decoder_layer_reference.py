@@ -76,26 +76,6 @@ def attend(
     return mixed.reshape(n, -1)
 
 
-def rotate_attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-    prefixes: torch.Tensor,
-    clusters: torch.Tensor | None,
-    scaling: float,
-    window: int | None = None,
-) -> torch.Tensor:
-    """As `decoder_layer.rotate_attend`."""
-    q = rotate_store(q, k, v, cos, sin, positions, table, keys, values)
-    return attend(q, keys, values, table, positions, prefixes, clusters, scaling, window)
-
-
 def in_order(paged: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """The keys or values of each row, (n, KV, S, D), from `paged` (pages, KV, PAGE, D) by `table` (n, S / PAGE)."""
     return paged[table.long()].transpose(1, 2).flatten(2, 3)

@@ -5,10 +5,8 @@ and scales that it feeds to the tensor core (`layout`) straight from device memo
 turns them into the A operand of a wgmma (`jit_decode_common`). The copy engine fills XBUF buffers of activations. SPLIT
 programs that share rows write FP32 sums to a workspace; the last to finish, or a second kernel, adds them in the order
 of K, so results do not depend on timing. If GROUPED, W stacks the matrices of several experts, and each entry of
-`items` is up to BN rows of x with the expert that multiplies them (`grouped`). If BESIDE, the kernel before is x A^T of
-its adapter, which lets this one start when x is complete: it waits for XA at the end. If GATED, half of a
-program's rows are of the gate, and the other half those of up that they are multiplied with. Gluon has no interpreter:
-without a GPU, tests cover the layout's reference and the compiled code.
+`items` is up to BN rows of x with the expert that multiplies them (`grouped`). Gluon has no interpreter: without a GPU,
+tests cover the layout's reference and the compiled code.
 """
 
 # Triton's compiler wants constexpr annotations, although calls pass plain numbers.
@@ -25,13 +23,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from qerl_kernels.jit_decode_ahead import bring_adapter, bring_share
 from qerl_kernels.jit_decode_common import (
     barrier,
-    fence_async_global,
+    finish,
     fragment,
     grid_dependency,
     load_column,
+    private_layout,
     scale_pointers,
     scales_layout,
     scales_step,
@@ -41,13 +39,9 @@ from qerl_kernels.jit_decode_common import (
     words_layout,
     words_step,
 )
-from qerl_kernels.jit_decode_end import finish, private_layout
 
 # Names before and after Triton 3.7.
 _load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-
-
-SHARES = ("words_total", "scales_total", "words_each", "scales_each")  # of the next weight, in bytes
 
 
 @gluon.jit
@@ -56,7 +50,7 @@ def _load_activations(x_box, xs, bars, m0, r, buf, on, BN: gl.constexpr, RING: g
     _load_box(x_box, [m0, r * RING * 64], bars.index(buf), xs.index(buf), pred=on)
 
 
-@gluon.jit(do_not_specialize=["M", "COLUMNS", "TILES", "end1", "end2", "items", *SHARES])
+@gluon.jit(do_not_specialize=["M", "COLUMNS", "TILES", "end1", "end2", "items"])
 def decode(
     x_box,
     words_ptr,
@@ -82,12 +76,6 @@ def decode(
     end2,
     stride_ym,
     items,
-    next_words_ptr,
-    next_scales_ptr,
-    words_total,
-    scales_total,
-    words_each,
-    scales_each,
     FORMAT: gl.constexpr,
     BM: gl.constexpr,
     BN: gl.constexpr,
@@ -101,9 +89,6 @@ def decode(
     HAS_BIAS: gl.constexpr,
     EVEN: gl.constexpr,  # COLUMNS is a multiple of RING
     PDL: gl.constexpr,  # programmatic dependent launch: starts while the previous kernel still runs
-    BRINGS: gl.constexpr,  # B of the adapter, and `ahead.shares` of the next weight, to the L2 cache
-    BESIDE: gl.constexpr,  # x is complete at the start, XA is not
-    GATED: gl.constexpr,  # 1: SwiGLU of gate and up, the halves of W; 2: GeGLU; 0: neither
     GROUPED: gl.constexpr,  # N and TILES are of one expert, and so is row_scale, which then is a number; RANK is 0
     W: gl.constexpr,
 ):
@@ -138,13 +123,12 @@ def decode(
         token_blocks = (M + BN - 1) // BN
         row_block = block // token_blocks
         m0 = (block % token_blocks) * BN
-    n0 = row_block * (BM // 2 if GATED else BM)
     rounds = (COLUMNS + RING - 1) // RING
     first = rounds * split // SPLIT
     last = rounds * (split + 1) // SPLIT
 
-    w_ptr = word_pointers(words_ptr, first_tile, row_block, TILES, COLUMNS, first, FORMAT, RING, T, GATED, WORDS)
-    s_ptr = scale_pointers(scales_ptr, first_tile, row_block, TILES, COLUMNS, first, FORMAT, RING, T, GATED, SCALES)
+    w_ptr = word_pointers(words_ptr, first_tile, row_block, TILES, COLUMNS, first, FORMAT, RING, T, WORDS)
+    s_ptr = scale_pointers(scales_ptr, first_tile, row_block, TILES, COLUMNS, first, FORMAT, RING, T, SCALES)
     table = values_of_codes(table_ptr, FORMAT, T, WORDS)
 
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -161,12 +145,7 @@ def decode(
         loaded += load_column(w_ptr + i * STEP, s_ptr + scales_step(FORMAT, i), on, FORMAT, T, WORDS)
     if PDL and not GROUPED:  # nothing above depends on earlier kernels
         grid_dependency("launch_dependents")
-        if BESIDE:
-            fence_async_global()  # the copy engine reads x without a wait
-        else:
-            grid_dependency("wait")
-    if BRINGS and RANK > 0:
-        bring_adapter(b_ptr, n0, N, rank, own, end1, end2, BM, RANK, GATED, W)
+        grid_dependency("wait")
     for b in gl.static_range(XBUF):
         _load_activations(x_box, xs, bars, m0, first + b, b, first + b < last, BN, RING)
 
@@ -202,15 +181,9 @@ def decode(
     if OVERLAP:
         acc = warpgroup_mma_wait(0, deps=[acc])
         barrier()
-    if BRINGS:
-        program = block + split * gl.num_programs(0)
-        bring_share(next_words_ptr, program, words_total, words_each)
-        bring_share(next_scales_ptr, program, scales_total, scales_each)
-    if PDL and BESIDE:
-        grid_dependency("wait")
 
     finish(
-        acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, partial_ptr, counter_ptr, block, split, n0, m0,
+        acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, partial_ptr, counter_ptr, block, split, row_block * BM, m0,
         factor, scaling, M, N, rank, own, end1, end2, stride_ym, BM, BN, SPLIT, SEPARATE, RANK,
-        HAS_ROW_SCALE and not GROUPED, HAS_BIAS, GATED, ACC, PRIVATE, W,
+        HAS_ROW_SCALE and not GROUPED, HAS_BIAS, ACC, PRIVATE, W,
     )  # fmt: skip

@@ -16,9 +16,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from qerl_kernels.jit_decode_common import (
     barrier,
+    finish,
     fragment,
     grid_dependency,
     load_column,
+    private_layout,
     scale_pointers,
     scales_layout,
     scales_step,
@@ -28,7 +30,6 @@ from qerl_kernels.jit_decode_common import (
     words_layout,
     words_step,
 )
-from qerl_kernels.jit_decode_end import finish, private_layout
 
 # Names before and after Triton 3.7.
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -92,8 +93,8 @@ def decode(
     first = rounds * split // SPLIT
     last = rounds * (split + 1) // SPLIT
 
-    w_ptr = word_pointers(words_ptr, 0, row_block, TILES, COLUMNS, first, FORMAT, RING, T, 0, WORDS)
-    s_ptr = scale_pointers(scales_ptr, 0, row_block, TILES, COLUMNS, first, FORMAT, RING, T, 0, SCALES)
+    w_ptr = word_pointers(words_ptr, 0, row_block, TILES, COLUMNS, first, FORMAT, RING, T, WORDS)
+    s_ptr = scale_pointers(scales_ptr, 0, row_block, TILES, COLUMNS, first, FORMAT, RING, T, SCALES)
     table = values_of_codes(table_ptr, FORMAT, T, WORDS)
     loaded = ()
     for i in gl.static_range(RING):
@@ -142,5 +143,5 @@ def decode(
     finish(
         acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, partial_ptr, counter_ptr, block, split, row_block * BM, m0,
         factor, scaling, M, N, rank, own, end1, end2, stride_ym, BM, BN, SPLIT, SEPARATE, RANK, HAS_ROW_SCALE, HAS_BIAS,
-        0, ACC, PRIVATE, W,
+        ACC, PRIVATE, W,
     )  # fmt: skip

@@ -95,23 +95,6 @@ def rotate_store(
 
 
 @triton.jit
-def load_queries(
-    q, heads, real, cos, sin, angles, D: tl.constexpr, DIM: tl.constexpr, ROTATES: tl.constexpr
-):  # fmt: skip
-    """The queries (ROWS, DIM) that begin at `heads` (ROWS,), rotated by those angles (ROWS,), as `rotate_head` does."""
-    d = tl.arange(0, DIM)
-    x = tl.load(q + heads[:, None] + d[None, :], mask=real, other=0.0)
-    if ROTATES:
-        y = tl.load(q + heads[:, None] + ((d + D // 2) % D)[None, :], mask=real, other=0.0).to(tl.float32)
-        y = tl.where((d < D // 2)[None, :], -y, y)
-        c = tl.load(cos + angles[:, None] + d[None, :], mask=real, other=0.0).to(tl.float32)
-        s = tl.load(sin + angles[:, None] + d[None, :], mask=real, other=0.0).to(tl.float32)
-        turned = (x.to(tl.float32) * c).to(x.dtype).to(tl.float32) + (y * s).to(x.dtype).to(tl.float32)
-        x = turned.to(x.dtype)
-    return x
-
-
-@triton.jit
 def attend_range(
     query, keys, values, pages, head, first, low, high, factor,
     KV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
@@ -149,15 +132,11 @@ def attend_range(
 
 @triton.jit
 def attend_own(
-    q, k, v, cos, sin, keys, values, table, lengths, prefixes, partial, maxima, total, factor, window, columns, pieces,
-    q_stride, k_stride, v_stride,
-    KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, PAGE: tl.constexpr, PIECE: tl.constexpr, ROTATES: tl.constexpr, PDL: tl.constexpr,
+    q, keys, values, table, lengths, prefixes, partial, maxima, total, factor, window, columns, pieces,
+    KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Query heads that share one key head of one row, over pieces of the keys behind its prefix.
-
-    If ROTATES, it does what `rotate_store` does: the program of the last piece stores the row's own key and value.
-    """
+    """Query heads that share one key head of one row, over pieces of the keys behind its prefix."""
     wait_for_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -168,21 +147,10 @@ def attend_own(
     d = tl.arange(0, DIM)
     these = (row * KV + head) * GROUP + member
     real = (member < GROUP)[:, None] & (d < D)[None, :]
-    angles = tl.zeros((ROWS,), tl.int32) + (end - 1) * D
-    own = row * q_stride + (head * GROUP + member) * D
-    query = load_queries(q, own, real, cos, sin, angles, D, DIM, ROTATES)
-    behind = tl.cdiv(end - prefix, PIECE)  # pieces
-    if ROTATES:
-        if (behind - 1 - (first - prefix) // PIECE) % tl.num_programs(2) == tl.program_id(2):
-            page = tl.load(table + row * columns + (end - 1) // PAGE).to(tl.int64)
-            place = ((page * KV + head) * PAGE + (end - 1) % PAGE) * D
-            rotate_head(k + row * k_stride + head * D, keys + place, cos + (end - 1) * D, sin + (end - 1) * D, D, HALF)
-            value = tl.load(v + row * v_stride + head * D + d, mask=d < D, other=0.0)
-            tl.store(values + place + d, value, mask=d < D)
-        tl.debug_barrier()  # all threads have stored before one of them reads
+    query = tl.load(q + these[:, None] * D + d[None, :], mask=real, other=0.0)
     starts = tl.zeros((ROWS,), tl.int32) + first
     before = tl.cdiv(prefix, PIECE)
-    for piece in range((first - prefix) // PIECE + tl.program_id(2), behind, tl.num_programs(2)):
+    for piece in range((first - prefix) // PIECE + tl.program_id(2), tl.cdiv(end - prefix, PIECE), tl.num_programs(2)):
         low = tl.maximum(prefix + piece * PIECE, first)
         high = tl.minimum(prefix + (piece + 1) * PIECE, end)
         mixed, highest, sums = attend_range(
@@ -196,11 +164,9 @@ def attend_own(
 
 @triton.jit
 def attend_prefix(
-    q, cos, sin, keys, values, table, lengths, prefixes, clusters, partial, maxima, total, factor, window, columns,
-    pieces, q_stride,
+    q, keys, values, table, lengths, prefixes, clusters, partial, maxima, total, factor, window, columns, pieces,
     KV: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PIECE: tl.constexpr, ROTATES: tl.constexpr,
-    PDL: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Query heads that share one key head, of all rows of one cluster, over pieces of their common prefix."""
     wait_for_earlier(PDL)
@@ -217,8 +183,7 @@ def attend_prefix(
         first = tl.where(row >= 0, tl.maximum(length + 1 - window, 0), prefix)
         these = (row * KV + head) * GROUP + place % GROUP
         real = (row >= 0)[:, None] & (d < D)[None, :]
-        own = row * q_stride + (head * GROUP + place % GROUP) * D
-        query = load_queries(q, own, real, cos, sin, length * D, D, DIM, ROTATES)
+        query = tl.load(q + these[:, None] * D + d[None, :], mask=real, other=0.0)
         lowest = tl.min(first, 0)
         for piece in range(lowest // PIECE + tl.program_id(2), tl.cdiv(prefix, PIECE), tl.num_programs(2)):
             low = tl.maximum(piece * PIECE, lowest)

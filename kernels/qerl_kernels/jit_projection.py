@@ -3,24 +3,17 @@
 import triton
 import triton.language as tl
 
-from qerl_kernels.jit_overlap import bring_share, wait_for_earlier
+from qerl_kernels.jit_overlap import wait_for_earlier
 
 
 @triton.jit(do_not_specialize=["rows"])
 def project(
     x, a, y, partial, counters, rows, rank, width,
     INPUTS: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr,
-    COLUMNS: tl.constexpr, PDL: tl.constexpr, BRINGS: tl.constexpr, BESIDE: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """TILE rows of x (M, K) times TILE rows of A (R, K) over INPUTS of K; the last piece to arrive adds all.
-
-    If BRINGS, A is brought to the L2 cache before the wait; if BESIDE, the next kernel starts when x is complete.
-    """
-    if BRINGS and PDL:
-        programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
-        program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-        bring_share(a, program, programs, rank * width * (a.dtype.element_ty.primitive_bitwidth // 8))
-    wait_for_earlier(PDL, BESIDE)
+    """TILE rows of x (M, K) times TILE rows of A (R, K) over INPUTS of K; the last piece to arrive adds all."""
+    wait_for_earlier(PDL)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     component = tl.program_id(1) * TILE + tl.arange(0, TILE)
     piece = tl.program_id(2)

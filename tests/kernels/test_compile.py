@@ -269,13 +269,11 @@ def _attention(arch: int, dtype: str, size: int, prefix: bool, pdl: bool = False
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     block, warps = key_block(size, torch_dtype), own_warps(torch_dtype)
     shape = {"KV": 4, "GROUP": 7, "D": size, "DIM": size, "BLOCK": block, "PAGE": PAGE, "PIECE": PIECE}
-    shape |= {"ROTATES": True, "PDL": pdl}
+    shape["PDL"] = pdl
     if prefix:
         shape |= {"MEMBERS": 9, "ROWS": 64}
         return _compiled_layer_op(jit_decoder_layer.attend_prefix, shape, arch, PREFIX_WARPS, 2, dtype)
-    return _compiled_layer_op(
-        jit_decoder_layer.attend_own, shape | {"ROWS": 16, "HALF": size // 2}, arch, warps, 3, dtype
-    )
+    return _compiled_layer_op(jit_decoder_layer.attend_own, shape | {"ROWS": 16}, arch, warps, 3, dtype)
 
 
 @pytest.mark.parametrize(("arch", "pdl"), [(arch, pdl) for arch in CARDS for pdl in _overlapping(arch)])
@@ -310,11 +308,9 @@ def test_projection(arch: int, pdl: bool, rank: int, width: int) -> None:
     signature |= dict.fromkeys(("rows", "rank", "width"), "i32")
     inputs, pieces = pieces_of(rank, width)
     constants = {"INPUTS": inputs, "PIECES": pieces, "TILE": 16, "COLUMNS": 64, "PDL": pdl}
-    constants |= {"BRINGS": True, "BESIDE": pdl}
     aligned = tuple(name for name in signature if name != "rows")
     built = compiled(jit_projection.project, signature, constants, arch, 4, 6, aligned)
     _sound(built, pdl)
-    assert built.count("UBLKPF") == pdl
     assert built.count("MMA") == inputs // 16 and built.count(r"LDGSTS\.\S*128") == built.count("LDGSTS") > 0
     assert built.count("ATOM") == 2 and built.count(r"LDG\b") == pieces
 
@@ -364,15 +360,7 @@ def test_a_kernel_that_spills_is_found() -> None:
 
 
 def _decode(
-    config: Config,
-    format_name: str,
-    rank: int,
-    grouped: bool = False,
-    scaled: bool = True,
-    even: bool = True,
-    brings: bool = False,
-    beside: bool = False,
-    gated: int = 0,
+    config: Config, format_name: str, rank: int, grouped: bool = False, scaled: bool = True, even: bool = True
 ) -> Compiled:
     """The kernel of Hopper; `scaled`: with a scale for each row and a bias."""
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -386,10 +374,10 @@ def _decode(
     signature |= {"scales_ptr": SCALES[format_name], "row_scale_ptr": rows, "partial_ptr": "*fp32"}
     signature |= dict.fromkeys(("bias_ptr", "xa_ptr", "b_ptr", "y_ptr"), "*bf16")
     signature |= dict.fromkeys(("factor", "scaling"), "fp32")
-    sizes = ("M", "N", "COLUMNS", "TILES", "rank", "own", "end1", "end2", "stride_ym", "items", *jit_decode.SHARES)
-    signature |= dict.fromkeys(sizes, "i32") | {"next_words_ptr": "*i32", "next_scales_ptr": "*u8"}
+    signature |= dict.fromkeys(
+        ("M", "N", "COLUMNS", "TILES", "rank", "own", "end1", "end2", "stride_ym", "items"), "i32"
+    )
     constants: dict[str, Any] = {"FORMAT": format_name, "BM": config.rows, "BN": config.tokens, "W": config.warps}
-    constants |= {"BRINGS": brings, "BESIDE": beside, "GATED": gated}
     constants |= {"RING": config.ring, "XBUF": config.buffers, "SPLIT": config.split, "SEPARATE": config.separate}
     constants |= {"RANK": rank, "OVERLAP": config.overlap, "EVEN": even}
     constants |= {"HAS_ROW_SCALE": scaled, "HAS_BIAS": scaled, "GROUPED": grouped, "PDL": True}
@@ -433,37 +421,6 @@ def test_decode(format_name: str, tokens: int, rank: int, grouped: bool, bound: 
     assert len(loop) * 32 * 4 / (64 * 64 * ring) <= bound
 
 
-def _programs(built: Compiled, warps: int) -> int:
-    """How many run on a processor of Hopper at once."""
-    by_registers = 65_536 // (-(-built.registers // 8) * 8 * 32 * warps)
-    return min(by_registers, SHARED_LIMIT[90] * 1024 // (built.shared + 1024))
-
-
-@pytest.mark.parametrize("tokens", [1, 64])
-def test_decode_of_few_rows(tokens: int) -> None:
-    """What it asks for in the cache costs no program of a processor; beside x A^T it waits behind the loop over K."""
-    for shape in ((4608, 3584), (37888, 3584)):
-        config = choose("NVIDIA H200", shape, tokens)
-        plain = _decode(config, "nvfp4", 32, scaled=False)
-        both = _decode(config, "nvfp4", 32, scaled=False, brings=True, beside=True)
-        assert (plain.count("UBLKPF"), plain.count("CCTL.*PF2")) == (0, 0)
-        assert (both.count("UBLKPF"), both.count("CCTL.*PF2")) == (2, 1)
-        for gated in (1, 2) if shape[0] == 37888 else ():  # two adapters of rank 32
-            whole = _decode(config, "nvfp4", 64, scaled=False, brings=True, beside=True, gated=gated)
-            assert not whole.spills and _programs(whole, config.warps) == _programs(plain, config.warps)
-        assert not both.spills and _programs(both, config.warps) == _programs(plain, config.warps)
-        steps = (
-            "fence.proxy.async.global",
-            "prefetch.global.L2 ",
-            "wgmma.mma_async",
-            "bulk.prefetch.L2",
-            "griddepcontrol.wait",
-            "st.global",
-        )
-        assert [both.ptx.find(step) for step in steps] == sorted(both.ptx.find(step) for step in steps)
-        assert 0 < plain.ptx.find(steps[4]) < plain.ptx.find(steps[2])
-
-
 @pytest.mark.parametrize(
     ("shape", "tokens", "registers"),
     [
@@ -478,14 +435,19 @@ def test_an_adapter_costs_no_program_of_a_processor(
     config = choose("NVIDIA H200", shape, tokens)
     assert not config.separate
     without, beside = (_decode(config, "nvfp4", rank, scaled=False) for rank in (0, 32))
+
+    def programs(built: Compiled) -> int:
+        by_registers = 65_536 // (-(-built.registers // 8) * 8 * 32 * config.warps)
+        return min(by_registers, SHARED_LIMIT[90] * 1024 // (built.shared + 1024))
+
     assert [one.registers for one in (without, beside)] == pytest.approx(registers, abs=4)
-    assert _programs(beside, config.warps) == _programs(without, config.warps) == 3
+    assert programs(beside) == programs(without) == 3
     assert beside.stack == 0 and beside.count("HGMMA") == without.count("HGMMA") + 2
 
 
 def test_add_partials() -> None:
     """With the adapter of joined layers; the operands of the tensor core come straight from memory."""
-    from qerl_kernels import jit_decode_end
+    from qerl_kernels import jit_decode_common
 
     signature = {"row_scale_ptr": "*fp32", "partial_ptr": "*fp32", "factor": "fp32", "scaling": "fp32"}
     signature |= dict.fromkeys(("bias_ptr", "xa_ptr", "b_ptr", "y_ptr"), "*bf16")
@@ -494,7 +456,7 @@ def test_add_partials() -> None:
     aligned = tuple(name for name in signature if name.endswith("_ptr") or name in ("N", "rank", "own", "stride_ym"))
     for arch, wgmma in ((90, True), (90, False), (80, False)):
         constants |= {"PDL": arch >= 90, "WGMMA": wgmma}
-        built = compiled(jit_decode_end.add_partials, signature, constants, arch, 4, aligned=aligned)
+        built = compiled(jit_decode_common.add_partials, signature, constants, arch, 4, aligned=aligned)
         _sound(built, overlapping=arch >= 90)
         assert built.count("HGMMA") == 2 * wgmma and built.count("HMMA") == 4 * (not wgmma)
 

@@ -155,36 +155,6 @@ def test_attend(device: str, heads: int, group: int, size: int, window: int | No
             assert torch.equal(found, decoder_layer.attend(q, keys, values, **where, scaling=0.3, window=window))
 
 
-@pytest.mark.parametrize(("heads", "group", "size", "window"), [(2, 7, 16, None), (1, 3, 12, 70), (1, 70, 8, 300)])
-def test_attention_that_rotates(
-    device: str, heads: int, group: int, size: int, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bits of `rotate_store` and `attend`, and their caches; what no row has written is poison."""
-    for dtype in _dtypes(device):
-        for shared in (True, False):
-            where = _paged(group, device)
-            if not shared:
-                where |= {"clusters": None, "prefixes": torch.zeros_like(where["prefixes"])}
-            sizes = [heads * group * size, heads * size, heads * size]
-            q, k, v = (2 * _random(7, sum(sizes), dtype=dtype, device=device)).split(sizes, dim=-1)
-            cos, sin = (angles.to(dtype).to(device) for angles in _tables(8 * PAGE, size))
-            found, wanted, plain = [], [], []
-            for one, caches in ((found, True), (wanted, False), (plain, None)):
-                keys, values = _cache(17, heads, size, dtype, device)
-                for cache in (keys, values):  # of rows 0 to 4 and 6, whose places are their own
-                    for row, at in enumerate(where["positions"].tolist()):
-                        if row != 5:
-                            cache[where["table"][row, at // PAGE], :, at % PAGE] = torch.nan
-                monkeypatch.setattr(decoder_layer, "ROTATES", caches)
-                ops: Any = decoder_layer_reference if caches is None else decoder_layer
-                mixed = ops.rotate_attend(q, k, v, cos, sin, keys, values, **where, scaling=0.3, window=window)
-                one += [mixed, keys, values]
-            assert all(map(torch.equal, found, wanted))
-            for one, other in zip(found, plain, strict=True):
-                assert bool(one.isfinite().all())
-                assert torch.allclose(one, other, rtol=0, atol=0.05 if dtype == torch.bfloat16 else 1e-4)
-
-
 def test_attention_of_a_row_does_not_depend_on_the_batch(device: str) -> None:
     """The same bits alone, among others, at another place of the batch and of its cluster, in other pages."""
     where = _paged(7, device)

@@ -202,8 +202,7 @@ def test_sampling_takes_the_decode_gemm(
     calls: list[int] = []
     projected: list[int] = []
 
-    def project(x: torch.Tensor, a: torch.Tensor, beside: bool) -> torch.Tensor:
-        assert not beside
+    def project(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         projected.append(len(x))
         return x @ a.t()
 
@@ -230,12 +229,12 @@ def test_joined_layers_tell_the_decode_gemm_their_parts(
     policy = make_policy("model.dtype=bfloat16", "lora.rank=4", adapted=True)
     found: list[Any] = []
 
-    def decode_gemm(x: torch.Tensor, *args: Any, parts: tuple[int, ...] = (), **_: Any) -> torch.Tensor:
+    def decode_gemm(x: torch.Tensor, *args: Any, parts: tuple[int, ...] = ()) -> torch.Tensor:
         found.append(parts)
         return decode.decode_reference(x, *args)
 
     stand_in(decode, _MOST_ROWS=multiple, pays=lambda *_, **__: True, decode_gemm=decode_gemm)
-    stand_in(projection, project=lambda x, a, beside: x @ a.t())
+    stand_in(projection, project=lambda x, a: x @ a.t())
     stand_in(kernel_choice, kernel_of=lambda _: WGMMA)
     _fused(policy, stand_in)
     attention: Any = next(module for module in policy.model.modules() if hasattr(module, "q_proj"))

@@ -16,7 +16,6 @@ from qerl_bench.engine.dequantized import Dequantized, copy_bytes
 from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.engine.sampler import Sampler
 from qerl_bench.model.policy import Policy
-from qerl_bench.quant import few_rows
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.train.batch import make_batch
 from qerl_core.options.fingerprint import as_dict, fingerprint
@@ -155,7 +154,7 @@ def test_with_few_rows_the_packed_weight_is_read(
         read.append(len(x))
         return x.new_zeros(len(x), self.out_features)
 
-    monkeypatch.setattr(few_rows, "multiply", packed)
+    monkeypatch.setattr(PackedLinear, "_decode_gemm", packed)
     monkeypatch.setattr("qerl_bench.quant.linear.dequantize", lambda weight, room=None: layer.operand(torch.bfloat16))
 
     def counts() -> list[int]:

@@ -19,12 +19,10 @@ from qerl_bench.engine.decoder_blocks import (
     Attend,
     adapted_layers,
     blocks_of,
-    gated,
     kv_bytes,
     layers_of,
     norms_of,
     packed_layers,
-    weights_in_order,
 )
 from qerl_bench.engine.dequantized import Dequantized
 from qerl_bench.engine.recordable import ACTIVATIONS, FAMILIES, activation_of, experts_of
@@ -83,7 +81,6 @@ class Buffers:
             (layer, layer.cast_adapter) for layer in adapted_layers(policy) if layer.cast_adapter is not None
         ]
         self.blocks = blocks_of(policy, self.caches, size.columns * PAGE)
-        self.order = weights_in_order(self.blocks)
         self.small_batch = few_tokens(device)
         packed = chain.from_iterable(map(packed_layers, self.blocks)) if size.rows > self.small_batch else ()
         self.dequantized = Dequantized(packed, dtype, limits.dequantized_gib)
@@ -136,8 +133,13 @@ class Buffers:
                 self.pool, self.graph_bytes = torch.cuda.graph_pool_handle(), 0
         self.dequantized.drop()
 
-    def hidden(self, tokens: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Last hidden states (n, H) of `tokens` (n,): the model's forward pass, written out layer by layer."""
+    def hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Last hidden states (n, H) of `tokens` (n,): the model's forward pass, written out layer by layer.
+
+        Stores the keys and values of all tokens in the pages that `table` (n, columns) has for their `positions` (n,).
+        """
         ops, names, unit_offset = self.ops, self.norms, self.norms.unit_offset
         epsilon = self.decoder.config.rms_norm_eps
 
@@ -153,12 +155,12 @@ class Buffers:
             q, k, v = block.qkv(h)
             if "q_norm" in scales:
                 q, k = normed(scales["q_norm"], q), normed(scales["k_norm"], k)
-            delta = attention.o_proj(attend(block, q, k, v))
+            q = ops.rotate_store(q, k, v, block.cos, block.sin, positions, table, block.keys, block.values)
+            delta = attention.o_proj(attend(block, q))
             if names.after_attention is not None:
                 delta = normed(scales[names.after_attention], delta)
             x, h = ops.add_norm(x, delta, scales[names.before_mlp], epsilon, unit_offset)
-            whole = block.gate_up is None
-            delta = mlp(h[None])[0] if whole else mlp.down_proj(gated(block.gate_up, h, self.activation))
+            delta = mlp(h[None])[0] if block.gate_up is None else mlp.down_proj(self.activation(*block.gate_up(h)))
             if names.after_mlp is not None:
                 delta = normed(scales[names.after_mlp], delta)
         return ops.add_norm(x, delta, self.last_scale, epsilon, unit_offset)[1]

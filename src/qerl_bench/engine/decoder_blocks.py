@@ -13,9 +13,7 @@ from qerl_bench.model.adapters import LoRAExperts
 from qerl_bench.model.kernels import FusedLinears, LoRALinear, fuse_linears
 from qerl_bench.model.lm_head import decoder_of
 from qerl_bench.model.policy import Policy
-from qerl_bench.quant import few_rows
 from qerl_bench.quant.linear import PackedLinear
-from qerl_kernels.layout import KernelWeight
 
 
 class Block(NamedTuple):
@@ -32,8 +30,7 @@ class Block(NamedTuple):
     window: int | None  # how many keys a query sees; None: all
 
 
-# Queries (n, H * D), keys and values (n, KV * D) to mixed values (n, H * D); keys and values are stored in their pages.
-Attend = Callable[[Block, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[[Block, torch.Tensor], torch.Tensor]  # queries (n, H, D) to mixed values (n, H * D)
 
 
 def kv_bytes(policy: Policy) -> int:
@@ -56,32 +53,6 @@ def packed_layers(block: Block) -> list[PackedLinear]:
     own = [module for module in block.module.modules() if id(module) not in replaced]
     packed = [module for module in (*bases, *own) if isinstance(module, PackedLinear)]
     return [layer for layer in packed if not layer.multiplies_fp8]
-
-
-def gated(gate_up: Any, x: torch.Tensor, activation: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """`activation` of gate and up, `decoder_layer.swiglu` or `geglu` or a reference; in one kernel where it can be."""
-    base = gate_up.base if isinstance(gate_up, FusedLinears) else None
-    if isinstance(base, PackedLinear):
-        found = few_rows.gate(base, x, gate_up.adapter, activation.__name__)
-        if found is not None:
-            return found
-    return activation(*gate_up(x))
-
-
-def weights_in_order(blocks: list[Block]) -> list[KernelWeight | None]:
-    """The packed weights that a step of few rows reads, as matmuls follow each other; None: another one comes there."""
-    order: list[KernelWeight | None] = []
-    for block in blocks:
-        order += [_kernel_weight(block.qkv), _kernel_weight(block.module.self_attn.o_proj)]
-        down = None if block.gate_up is None else _kernel_weight(block.module.mlp.down_proj)
-        order += [_kernel_weight(block.gate_up), down]
-    return order
-
-
-def _kernel_weight(layers: Any) -> KernelWeight | None:
-    """The weight of one matmul in the kernels' layout; None if there are several, or another."""
-    base = layers.base if isinstance(layers, FusedLinears) else getattr(layers, "base_layer", layers)
-    return base.kernel_weight if isinstance(base, PackedLinear) else None
 
 
 def adapted_layers(policy: Policy) -> list[Any]:

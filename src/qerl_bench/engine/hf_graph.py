@@ -27,7 +27,6 @@ from qerl_bench.engine.decoder_blocks import Block
 from qerl_bench.engine.rollout_queue import Request, RolloutQueue, SharedPrompt, pages_of, reading_chunks
 from qerl_bench.model.packing import Packing
 from qerl_core.process.progress import bar
-from qerl_kernels.ahead import reading_in_order
 from qerl_kernels.decoder_layer import PAGE
 from qerl_kernels.decoder_layer_reference import in_order
 from qerl_kernels.row_fields import DONE, DRAWN, FIELDS, KEY, LENGTH, PLACE, PREFIX, TOKEN
@@ -178,16 +177,14 @@ class Decoding:
         table, clusters = buffers.table[:size], buffers.clusters[:size] if self.shares else None
         lengths, prefixes = state[LENGTH], state[PREFIX]
 
-        def attend(block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(block: Block, q: torch.Tensor) -> torch.Tensor:
             scaling = block.module.self_attn.scaling
             where = (table, lengths, prefixes, clusters)
-            caches = (block.cos, block.sin, block.keys, block.values)
-            return buffers.ops.rotate_attend(q, k, v, *caches, *where, scaling, block.window)
+            return buffers.ops.attend(q, block.keys, block.values, *where, scaling, block.window)
 
         rounding = self.policy.rounding
-        skipping = nullcontext() if rounding is None else rounding.skipping(state[DONE])
-        with owned_by(buffers), reading_in_order(buffers.order), skipping:
-            logits = self.policy.head(buffers.hidden(state[TOKEN], attend))
+        with owned_by(buffers), nullcontext() if rounding is None else rounding.skipping(state[DONE]):
+            logits = self.policy.head(buffers.hidden(state[TOKEN], lengths, table, attend))
             if buffers.numbers is None:
                 drawn = draw_seeded(logits, sampling.temperature, state[KEY], state[DRAWN], top_p=sampling.top_p)
                 advance(buffers.state, drawn, buffers.stop_ids, buffers.results)
@@ -208,17 +205,13 @@ class Decoding:
         pages = [prompt.pages + [0] * (columns - len(prompt.pages)) for prompt in prompts]
         table = torch.tensor(pages, dtype=torch.int32, device=device)
 
-        positions, tables = packing.positions, table[packing.indices // width]
-
-        def attend(block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            pages = (positions, tables, block.keys, block.values)
-            q = buffers.ops.rotate_store(q, k, v, block.cos, block.sin, *pages)
+        def attend(block: Block, q: torch.Tensor) -> torch.Tensor:
             keys, values = (in_order(x, table[:, : pages_of(width)])[:, :, :width] for x in (block.keys, block.values))
             scaling = block.module.self_attn.scaling
             mixed = _causal(packing.unpack(q).transpose(1, 2), keys, values, scaling, block.window)
             return packing.pack(mixed.transpose(1, 2)).flatten(1)
 
-        hidden = buffers.hidden(tokens, attend)
+        hidden = buffers.hidden(tokens, packing.positions, table[packing.indices // width], attend)
         logits = self.policy.head(hidden[packing.places])
         for start in range(0, len(prompts) * self.samples, buffers.size.rows):
             stop = min(start + buffers.size.rows, len(prompts) * self.samples)

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from qerl_bench.quant import few_rows
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.packed_weight import PackedWeight, is_sharded, stored
 from qerl_core.checks import naming
 from qerl_kernels import decode, fp8, layout
 from qerl_kernels.dequantize import dequantize
-from qerl_kernels.training_linear import Adapter, JoinedAdapters, packed_linear, plus_adapter
+from qerl_kernels.training_linear import Adapter, JoinedAdapters, down, packed_linear, plus_adapter
 
 # Checkpoint names of tensor scales, (1,).
 TENSOR_SCALES = ("weight_global_scale", "weight_scale_2")
@@ -183,7 +182,8 @@ class PackedLinear(torch.nn.Linear):
             return self._kept[dtype]
         if self.multiplies_fp8:
             return fp8.dequantize(*self._fp8_weight(), dtype)
-        if (kernel_weight := self.kernel_weight) is None or dtype != torch.bfloat16:
+        kernel_weight = self.kernel_weight
+        if kernel_weight is None or dtype != torch.bfloat16:
             return self.operand(dtype)
         return dequantize(kernel_weight)
 
@@ -228,14 +228,29 @@ class PackedLinear(torch.nn.Linear):
             tokens = input.reshape(-1, self.in_features).contiguous()
             few = decode.pays(kernel_weight, len(tokens), input.dtype, at_hand=self._kept is not None)
             if few and (adapter is None or isinstance(adapter, Adapter)):
-                y = few_rows.multiply(self, kernel_weight, tokens, adapter)
-                return y.view(*input.shape[:-1], self.out_features)
+                return self._decode_gemm(kernel_weight, tokens, adapter).view(*input.shape[:-1], self.out_features)
         return packed_linear(input, self.matmul_operand, self.row_scales, self.bias, adapter, None, self._gradient())
 
     def _gradient(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """What takes the place of dY W."""
         rounding = self.rounding
         return partial(rounding.input_gradient, self) if rounding and rounding.on and rounding.gradients else None
+
+    def _decode_gemm(self, weight: layout.KernelWeight, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
+        """x (M, K) of a few tokens to (M, N), straight from the packed weight."""
+        scale: float | torch.Tensor
+        if len(self.row_scales) == 1:
+            scale = self.output_scale
+        else:
+            scale = torch.empty(self.out_features, device=x.device)
+            for rows, value in self.row_scales:
+                scale[rows] = value
+        if adapter is None:
+            return decode.decode_gemm(x, weight, scale, self.bias)
+        b, through = adapter.b.to(x.dtype), down(x, adapter.a.to(x.dtype))  # (N, r) and (M, r)
+        if b.shape[1] > decode.MAX_RANK * (len(adapter.parts) or 1):
+            return decode.decode_gemm(x, weight, scale, self.bias).addmm_(through, b.t(), alpha=adapter.scaling)
+        return decode.decode_gemm(x, weight, scale, self.bias, (through, b, adapter.scaling), parts=adapter.parts)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, format={self.weight_format.name}"
