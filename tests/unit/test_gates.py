@@ -727,6 +727,24 @@ def test_two_studies_that_probe_a_base_at_once_keep_what_both_found(
     assert record["doses"] == other["doses"] and record["digest"] == "0"
 
 
+def test_a_dose_of_another_study_is_not_taken_for_that_of_an_arm_of_the_same_name(
+    design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arms = {"bf16": "", "noise": "quant=nvfp4 aqn=matched"}
+    one = small_study(tmp_path, arms, rise=0.1)
+    other = small_study(tmp_path, {**arms, "noise": "quant=nvfp4 aqn=matched noise.where=adapters"}, rise=0.1)
+    faster = small_study(tmp_path, {**arms, "noise": "quant=nvfp4 aqn=matched optim.lr=1e-4"}, rise=0.1)
+    assert one.probe_file(0) == other.probe_file(0) == faster.probe_file(0)
+    dose = {"sigma": 0.1, "of": probe_queue.dose_digest(build(compose(one.words(one.arms[1], 0, 0, sigma=1.0))))}
+    one.probe_file(0).parent.mkdir(exist_ok=True)
+    one.probe_file(0).write_text(json.dumps({"base": 0, "formats": {}, "doses": {"noise": dose}}))
+    with pytest.raises(ConfigError, match=r"dose of noise for arm noise .* rename the arm"):
+        probe_queue._refuse_doses_of_others(other)
+    for same in (one, faster):
+        probe_queue._refuse_doses_of_others(same)
+
+
 def test_probes_with_details_are_kept_apart_by_the_format_that_others_are_compared_with(design: Design) -> None:
     plain = replace(design, arms=tuple(arm for arm in design.arms if not arm.dosed))
     turned = replace(plain, arms=plain.arms[::-1])

@@ -20,6 +20,7 @@ from typing import Any
 
 import pyarrow.parquet as parquet
 
+from qerl_bench.conduct.dose_key import dose_digest, dose_key
 from qerl_bench.config import build, compose
 from qerl_bench.engine.base import RolloutEngine
 from qerl_bench.experiment_spec import Experiment
@@ -73,19 +74,13 @@ def probe_base(design: Design, base: int, formats: Sequence[str]) -> None:
             record = read_record(file, base) | whole
             if ANSWERS in found:
                 record["formats"][quant] = found[ANSWERS]
-            record["doses"] |= {name: found[dose_key(one)] for name, one in noisy.items()}
+            record["doses"] |= {name: {**found[dose_key(one)], "of": dose_digest(one)} for name, one in noisy.items()}
             write_atomically(file, json.dumps(record))
         print(f"base {base}, {quant}: {time.monotonic() - started:.1f} s", flush=True)
 
 
 def read_record(file: Path, base: int) -> dict[str, Any]:
     return json.loads(file.read_text()) if file.is_file() else {"base": base, "formats": {}, "doses": {}}
-
-
-def dose_key(experiment: Experiment) -> str:
-    """What decides the dose of an arm, in words: equal for arms that differ in the schedule alone."""
-    adapter = experiment.lora if experiment.noise.where == "adapters" else None
-    return repr((experiment.quant, experiment.quantizer, adapter, experiment.noise, experiment.rollout))
 
 
 def weights_key(experiment: Experiment) -> str:

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from qerl_bench.conduct.archive import archive_probes
 from qerl_bench.conduct.deadline import STOP_S, Deadline
+from qerl_bench.conduct.dose_key import dose_digest
 from qerl_bench.config import build, compose
 from qerl_bench.sweep.processes import POLL_S, environment_of
 from qerl_core.checks import require
@@ -44,6 +45,7 @@ def probe_bases(
     be read.
     """
     formats = _formats_here(design)
+    _refuse_doses_of_others(design)
     gpus = visible_gpus()
     failed: dict[int, str] = {}
     ended: set[int] = set()
@@ -128,6 +130,24 @@ def _formats_here(design: Design) -> list[str]:
         if reason is not None:
             log.info("bases are not measured in %s: %s", quant, reason)
     return [quant for quant, reason in reasons.items() if reason is None]
+
+
+def _refuse_doses_of_others(design: Design) -> None:
+    """Raise ConfigError where another study with the same folder has a dose by the name of an arm of this one."""
+    of = {
+        arm.name: dose_digest(build(compose(design.words(arm, design.bases[0], design.seeds[0], sigma=1.0))))
+        for arm in design.arms
+        if arm.dosed
+    }
+    for base in design.bases if of else ():
+        file = design.probe_file(base)
+        doses = json.loads(file.read_text())["doses"] if file.is_file() else {}
+        for name, own in of.items():
+            require(
+                doses.get(name, {}).get("of", own) == own,
+                f"{file} has a dose of noise for arm {name} that is of another study's arm, with other options: rename "
+                f"the arm, or start this study in another folder",
+            )
 
 
 def probed(design: Design, base: int, formats: Sequence[str]) -> bool:
