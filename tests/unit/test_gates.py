@@ -728,7 +728,7 @@ def test_two_studies_that_probe_a_base_at_once_keep_what_both_found(
 
 
 def test_a_dose_of_another_study_is_not_taken_for_that_of_an_arm_of_the_same_name(
-    design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stand_in: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     arms = {"bf16": "", "noise": "quant=nvfp4 aqn=matched"}
@@ -743,6 +743,16 @@ def test_a_dose_of_another_study_is_not_taken_for_that_of_an_arm_of_the_same_nam
         probe_queue._refuse_doses_of_others(other)
     for same in (one, faster):
         probe_queue._refuse_doses_of_others(same)
+
+    def start_probe(_design: Design, _words: object, _base: int, formats: Sequence[str], environment: Any) -> Child:
+        record = {"base": 0, "formats": {key: {} for key in formats}, "doses": {"noise": dose}}
+        one.probe_file(0).write_text(json.dumps(record))  # by the other study, at the same time
+        return Child([sys.executable, "-c", ""], environment)
+
+    one.probe_file(0).unlink()
+    stand_in(probe_queue, start_probe=start_probe)
+    with pytest.raises(ConfigError, match=r"dose of noise for arm noise .* rename the arm"):
+        probe_queue.probe_bases(other, [], 1, Deadline(100))
 
 
 def test_probes_with_details_are_kept_apart_by_the_format_that_others_are_compared_with(design: Design) -> None:

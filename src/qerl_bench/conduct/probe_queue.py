@@ -85,6 +85,7 @@ def probe_bases(
                 failed[base] = f"probe of base {base}: it ended, and {design.probe_file(base)} lacks some of it"
             else:
                 log.warning("no time for the probe of base %d: %s", base, _last_step(_probe_log(design, base)))
+    _refuse_doses_of_others(design)  # written meanwhile
     return records(design), [failed[base] for base in sorted(failed)]
 
 
@@ -134,19 +135,19 @@ def _formats_here(design: Design) -> list[str]:
 
 def _refuse_doses_of_others(design: Design) -> None:
     """Raise ConfigError where another study with the same folder has a dose by the name of an arm of this one."""
-    of = {
-        arm.name: dose_digest(build(compose(design.words(arm, design.bases[0], design.seeds[0], sigma=1.0))))
-        for arm in design.arms
-        if arm.dosed
+    known = {
+        file: json.loads(file.read_text())["doses"] for file in map(design.probe_file, design.bases) if file.is_file()
     }
-    for base in design.bases if of else ():
-        file = design.probe_file(base)
-        doses = json.loads(file.read_text())["doses"] if file.is_file() else {}
-        for name, own in of.items():
+    for arm in design.arms:
+        found = [(file, doses[arm.name]) for file, doses in known.items() if arm.dosed and arm.name in doses]
+        if not found:
+            continue
+        own = dose_digest(build(compose(design.words(arm, design.bases[0], design.seeds[0], sigma=1.0))))
+        for file, dose in found:
             require(
-                doses.get(name, {}).get("of", own) == own,
-                f"{file} has a dose of noise for arm {name} that is of another study's arm, with other options: rename "
-                f"the arm, or start this study in another folder",
+                dose.get("of", own) == own,
+                f"{file} has a dose of noise for arm {arm.name} that is of another study's arm, with other options: "
+                "rename the arm, or start this study in another folder",
             )
 
 
