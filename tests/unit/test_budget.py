@@ -39,6 +39,7 @@ from qerl_studies.probes.budget import (
     shapley,
     whole,
 )
+from tests.models import gguf_files
 
 IDS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26]
 WORDS = (
@@ -232,7 +233,7 @@ def test_the_policies_of_a_copy_are_given_back_before_the_next_is_built(
     plain, few = experiments_of(WORDS, ("bf16", "nvfp4"), ("weights",))
     options: Any = SimpleNamespace(budget=("weights",), samples=1)
     for _ in range(2):
-        budget.measure_copy(plain, few, options, "cpu", [], lambda *_: {})
+        budget.measure_copy(plain, few, options, "cpu", [], lambda name, make: make() if name == "texts" else {})
     assert counts == [0, 1, 0, 1]  # that of packed weights beside the other
 
 
@@ -250,6 +251,8 @@ def test_the_policies_of_a_copy_are_given_back_before_the_next_is_built(
         ("budget=inputs formats=bf16,int4", "budget=inputs rounds them to int4.*Leave inputs out"),
         ("budget=weights formats=bf16,nvfp4+awq", "nvfp4.awq moves scales .*rtn, mse or gptq"),
         ("copies=2", "copies are of a budget"),
+        ("copy=0", "copy is one of copies, from 0: copy=0 with copies=0 is none"),
+        ("budget=weights formats=bf16,nvfp4 copies=2 copy=2", "copy=2 with copies=2 is none"),
         ("budget=weights formats=bf16,nvfp4 copies=2", "give one, model=FILE.gguf, or leave copies out"),
         ("budget=keys formats=bf16,nvfp4 rollout.kv=none", r"takes no rollout\.kv"),
         ("budget=weights formats=bf16,nvfp4 train.kv=fp8", r"takes no train\.kv: .*budget=keys,values"),
@@ -277,3 +280,37 @@ def test_the_command_writes_the_page_of_what_it_measured(tmp_path: Path, capsys:
     assert page == budget_page.markdown(record) and page in capsys.readouterr().out
     assert budget_page.read_table((tmp_path / "budget.csv").read_text()).keys() == record["copies"].keys()
     assert (tmp_path / "budget.svg").stat().st_size > 1000 and not [*tmp_path.glob("parts-*")]
+
+
+def test_copies_that_processes_measure_are_gathered_without_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of the two was stopped behind its texts, and goes on with these."""
+    file = gguf_files.write(tmp_path / "mini.gguf", gguf_files.model_of("qwen2"), "Q4_1")
+    words = [f"model={file}", "task=arithmetic", "device=cpu", "task.max_completion_tokens=5", f"root={tmp_path}"]
+    words += ["formats=bf16,nvfp4", "questions=2", "samples=1", "copies=2", "budget=weights,keys"]
+    main([*words, f"out={tmp_path / 'one'}"])
+    side_by_side = [*words, f"out={tmp_path / 'two'}"]
+    main([*side_by_side, "copy=1"])
+    assert "the same command without copy= writes the page" in capsys.readouterr().out
+    numbers = budget._numbers
+    with monkeypatch.context() as stopped:
+        stopped.setattr(budget, "_numbers", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            main([*side_by_side, "copy=0"])
+    texts = next((tmp_path / "two").glob("parts-*/copy 0 texts.json"))
+    kept = texts.read_text()
+    seen: list[Any] = []
+    monkeypatch.setattr(budget, "_numbers", lambda *given: seen.append(given[-1]) or numbers(*given))
+    main([*side_by_side, "copy=0"])
+    assert texts.read_text() == kept
+    told = json.loads(kept)["rollouts"]
+    assert len(seen) == 4 and all(
+        [one.token_ids for one in texts] == [one["token_ids"] for one in told] for texts in seen
+    )
+    assert not (tmp_path / "two" / "budget.json").exists()
+    monkeypatch.setattr(budget, "build_policy", None)
+    main(side_by_side)
+    one, two = (json.loads((tmp_path / name / "budget.json").read_text()) for name in ("one", "two"))
+    assert one["copies"] == two["copies"] and [*two["copies"]] == ["0", "1"]
+    assert one["copies"]["0"] != one["copies"]["1"] and not [*(tmp_path / "two").glob("parts-*")]

@@ -9,10 +9,10 @@ format; all else is asked in the best of them, unless the words set task.answer_
 entropy by `rise` (0: none). With `contamination=N` the first weight format completes N questions of each part of the
 task, which shows whether it knows them by heart. With `budget=weights,inputs,keys,values,head,norms` all subsets of
 these parts are rounded to the second of two `formats`, and nothing else is asked: budget.md says which part costs what,
-of `copies=N` of a GGUF file with intervals. Prints tables and a recommendation, and writes probe.html, a page of
-these with some answers, probe.md, probe.json and answers.parquet, a row for each answer. While it goes on
-parts-KEY/probe.md has the tables so far, and the same command goes on behind a stop or kill. Weight formats that cannot
-run here are left out, with a line.
+of `copies=N` of a GGUF file with intervals; processes with copy=0, copy=1 and so on measure these side by side. Prints
+tables and a recommendation, and writes probe.html, a page of these with some answers, probe.md, probe.json and
+answers.parquet, a row for each answer. While it goes on parts-KEY/probe.md has the tables so far, and the same command
+goes on behind a stop or kill. Weight formats that cannot run here are left out, with a line.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def parser() -> KeyValueParser:
         ("texts", 64, "questions of which answers.parquet has the texts (default: 64)"),
         ("contamination", 0, "questions of each part to complete from their beginnings (default: none)"),
         ("copies", 0, "of a GGUF file that a budget is measured on (default: the file itself)"),
+        ("copy", None, "measure this one of the copies alone, 0 the first, beside processes that measure the others"),
     ):
         options.add_argument(f"--{name}", type=int, default=default, help=told_of)
     options.add_argument(
@@ -140,6 +141,9 @@ def budget(options: Any, words: Sequence[str]) -> None:
     from qerl_studies.probes import budget_page
 
     record, out, parts = budget_of(options, words)
+    if options.copy is not None:
+        print(f"copy={options.copy} is measured. When all copies are, the same command without copy= writes the page")
+        return
     write_atomically(out / "budget.json", json.dumps(record, indent=1))
     write_atomically(out / "budget.csv", budget_page.table(record))
     write_atomically(out / "budget.md", text := budget_page.markdown(record))
@@ -174,6 +178,10 @@ def check(options: Any, words: Sequence[str]) -> None:
     for name in options.budget:
         one_of(*NAMES)("each of budget", name)
     require(options.copies == 0 or bool(options.budget), "copies are of a budget: give its parts, budget=weights,keys")
+    require(
+        options.copy is None or 0 <= options.copy < options.copies,
+        f"copy is one of copies, from 0: copy={options.copy} with copies={options.copies} is none",
+    )
     require(options.contamination != 1, "contamination must be 0 or at least 2 questions of each part, got 1")
     for sigma in options.sigmas:
         number(above=0)("each of sigmas", sigma)

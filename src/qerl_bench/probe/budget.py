@@ -26,7 +26,7 @@ from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.probe.answers import AnswerSet, sample_answers
 from qerl_bench.probe.one_model import UNTOLD, probe_plan
-from qerl_bench.probe.parts import Keep, Parts
+from qerl_bench.probe.parts import Keep, Parts, kept_answers
 from qerl_bench.probe.scoring import acceptance, entropy, kl, passes, scores
 from qerl_bench.quant.base import ACTIVATIONS, KEYS_AND_VALUES, BlockFormat
 from qerl_bench.quant.linear import PackedLinear
@@ -199,7 +199,7 @@ def measure_copy(
     def asked() -> AnswerSet:
         return sample_answers(plain.task, engine, prompts, 1.0, options.samples, "answers")
 
-    texts = asked().rollouts
+    texts = kept_answers(keep, "texts", plain.task, engine, prompts, 1.0, options.samples, "answers", device).rollouts
     found = {}
     for parts in bar(subsets(cells.parts), "measuring cells", 2 ** len(cells.parts), "cells"):
         name = cell_name(parts)
@@ -243,7 +243,10 @@ def compared(cells: Cells, parts: Collection[str], rollouts: Sequence[Rollout]) 
 
 
 def budget_of(options: Any, words: Sequence[str]) -> tuple[dict[str, Any], Path, Parts]:
-    """The record of a budget, its folder, and the parts that it is of, to be deleted when it is written."""
+    """The record of a budget, its folder, and the parts that it is of, to be deleted when it is written.
+
+    With `options.copy` the record has that copy alone, and is no budget yet.
+    """
     copies = [[f"model.dither={copy}"] for copy in range(options.copies)] or [[]]
     require(
         options.copies == 0 or hasattr(build(compose([*words])).model, "dither"),
@@ -275,7 +278,18 @@ def budget_of(options: Any, words: Sequence[str]) -> tuple[dict[str, Any], Path,
     }
     with note_at_stop(parts.stop_line):
         for number, (one, few) in enumerate(each):
+            if options.copy not in (None, number):
+                continue
+            whose = f"copy {number}"
             with phase(f"copy {number + 1} of {len(each)}"):
-                measured = measure_copy(one, few, options, device, prompts, parts.of(f"copy {number}"))
+                measured = known_copy(options.budget, parts, whose) or measure_copy(
+                    one, few, options, device, prompts, parts.of(whose)
+                )
             record["copies"][str(number) if options.copies else "file"] = measured
     return record, out, parts
+
+
+def known_copy(budget: Sequence[str], parts: Parts, whose: str) -> dict[str, dict[str, float]]:
+    """The numbers of each cell of a copy, if all are kept, else none: then nothing has to be built for it."""
+    files = {cell_name(subset): f"{whose} {cell_name(subset)}" for subset in subsets(budget)}
+    return {name: parts(file, dict) for name, file in files.items()} if all(map(parts.has, files.values())) else {}
