@@ -82,12 +82,9 @@ def by_arm(folder: Path) -> dict[str, dict[int, Run]]:
 
 def shown(estimate: Estimate, scale: float | None, digits: int) -> str:
     """An effect with its interval, of a ratio as a factor."""
-    ends = (estimate.value, estimate.low, estimate.high)
     if scale is None:
-        value, low, high = (f"{math.exp(end):.{digits}f}" for end in ends)
-        return f"x{value} [{low}, {high}]"
-    value, low, high = (f"{scale * end:+.{digits}f}" for end in ends)
-    return f"{value} [{low}, {high}]"
+        return "x" + estimate.text(lambda end: f"{math.exp(end):.{digits}f}")
+    return estimate.text(lambda end: f"{scale * end:+.{digits}f}")
 
 
 def doses(arms: Mapping[str, Mapping[int, Run]]) -> str:
