@@ -245,7 +245,7 @@ LENIENT_GAIN = _gains("lenient", "lenient_")
 # With eval=lm_eval eval.protocol=standard: lm-eval's filters for correct answers.
 _LM_EVAL_FILTERS = {
     "strict_match": "gsm8k: number behind ####",
-    "flexible_extract": "gsm8k: last number in the text",
+    "flexible_extract": "gsm8k: last number in the text, or `...` or `$$` behind it",
     "math_verify": "minerva_math500: answer that math-verify finds in the text",
 }
 LM_EVAL = {

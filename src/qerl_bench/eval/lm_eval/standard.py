@@ -4,7 +4,8 @@ Prompts, few-shot examples, stop strings, token limit (256) and metrics are lm-e
 the task, so no network is needed, and the completions from our engine. The numbers differ from those of eval=task:
 there is no chat template and no instruction, and answers are extracted leniently.
 
-    gsm8k    5 examples from the train split; strict_match reads the number after ####, flexible_extract the last number
+    gsm8k    5 examples from the train split; strict_match reads the number after ####, flexible_extract the last
+             number, or an ellipsis or $$ behind it
     math500  minerva_math500: 4 fixed examples; math_verify compares the answer it finds in the text
 
 Left out: exact_match of minerva_math500, which needs an antlr version that Hydra excludes.

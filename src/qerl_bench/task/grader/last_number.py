@@ -1,7 +1,8 @@
-"""Reads the last number of a completion, wherever it stands: lenient accuracy, as by lm-eval's flexible extract.
+"""Reads the last number of a completion, wherever it stands: lenient accuracy.
 
-Evaluations show it beside the strict accuracy of `extract.py`: what only the strict one gains is the answer format. No
-reward uses it, because it is right by chance too often. Of an answer in words, the last words of a completion.
+As lm-eval's flexible extract, which takes an ellipsis or $$ behind it for the number. Evaluations show it beside the
+strict accuracy of `extract.py`: what only the strict one gains is the answer format. No reward uses it, because it is
+right by chance too often. Of an answer in words, the last words of a completion.
 """
 
 from __future__ import annotations
