@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import random
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from qerl_bench.probe.budget import Cells, compared, experiments_of, subsets
 from qerl_bench.probe.scoring import acceptance, entropy, kl, passes, scores
 from qerl_core.checks import ConfigError
 from qerl_core.records import Rollout
+from qerl_core.rundir.locks import lock
 from qerl_kernels import nvfp4
 from qerl_studies.probes import budget_page
 from qerl_studies.probes.budget import (
@@ -285,7 +287,7 @@ def test_the_command_writes_the_page_of_what_it_measured(tmp_path: Path, capsys:
 def test_copies_that_processes_measure_are_gathered_without_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One of the two was stopped behind its texts, and goes on with these."""
+    """One of the two was stopped behind its texts, and goes on with these. The other is waited for."""
     file = gguf_files.write(tmp_path / "mini.gguf", gguf_files.model_of("qwen2"), "Q4_1")
     words = [f"model={file}", "task=arithmetic", "device=cpu", "task.max_completion_tokens=5", f"root={tmp_path}"]
     words += ["formats=bf16,nvfp4", "questions=2", "samples=1", "copies=2", "budget=weights,keys"]
@@ -310,7 +312,14 @@ def test_copies_that_processes_measure_are_gathered_without_a_model(
     )
     assert not (tmp_path / "two" / "budget.json").exists()
     monkeypatch.setattr(budget, "build_policy", None)
+    cell = texts.with_name("copy 1 weights+keys.json")
+    last, other = cell.read_text(), lock(texts.with_name("copy 1.lock"))
+    assert other is not None  # a process that has yet to measure this cell
+    cell.unlink()
+    ends = threading.Timer(0.5, lambda: (cell.write_text(last), other.close()))
+    ends.start()
     main(side_by_side)
+    ends.join()
     one, two = (json.loads((tmp_path / name / "budget.json").read_text()) for name in ("one", "two"))
     assert one["copies"] == two["copies"] and [*two["copies"]] == ["0", "1"]
     assert one["copies"]["0"] != one["copies"]["1"] and not [*(tmp_path / "two").glob("parts-*")]

@@ -37,6 +37,7 @@ from qerl_core.process.arguments import unwritable
 from qerl_core.process.progress import bar, phase
 from qerl_core.records import Prompt, Rollout
 from qerl_core.rundir.environment import environment
+from qerl_core.rundir.locks import wait_for_lock
 from qerl_core.rundir.stops import note_at_stop
 from qerl_kernels.activations import round_blocks
 from qerl_studies.probes.budget import KEYS, MEASURES, cell_name
@@ -281,7 +282,8 @@ def budget_of(options: Any, words: Sequence[str]) -> tuple[dict[str, Any], Path,
             if options.copy not in (None, number):
                 continue
             whose = f"copy {number}"
-            with phase(f"copy {number + 1} of {len(each)}"):
+            lock = wait_for_lock(parts.folder / f"{whose}.lock", f"the measuring of {whose}")
+            with phase(f"copy {number + 1} of {len(each)}"), lock:
                 measured = known_copy(options.budget, parts, whose) or measure_copy(
                     one, few, options, device, prompts, parts.of(whose)
                 )
