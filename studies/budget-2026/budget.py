@@ -34,6 +34,7 @@ MODELS = {  # folders of data/, and what the page calls them
     "05b": "Qwen2.5-Coder-0.5B",
     "05b-gptq": "Qwen2.5-Coder-0.5B, GPTQ",
     "15b": "Qwen2.5-Coder-1.5B",
+    "15b-four-six": "Qwen2.5-Coder-1.5B, four-six",
 }
 WITHOUT_KEYS = tuple(name for name in NAMES if name != "keys")
 DRAWN = ("smollm2", "05b", "15b")  # GPTQ differs in its weights alone
