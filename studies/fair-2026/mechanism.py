@@ -3,7 +3,8 @@
     python studies/fair-2026/mechanism.py
 
 Reads mechanism/temperatures/data/SESSION and mechanism/data/SESSION, what `qerl-bench study ... out=` packed of the two
-designs, and writes mechanism/results/words.md. Runs are read, and contrasts fitted, as those of part 2.
+designs, and writes mechanism/results/words.md and, once all runs are there, arms.svg. Runs are read, and contrasts
+fitted, as those of part 2.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from rates import ASKED, FIRST, SHARES, levels, numbers_of, require_whole, table_of
+from rates import ASKED, FIRST, SHARES, gaps_figure, levels, numbers_of, require_whole, table_of
 from rates_analysis.contrasts import Asked, Contrast, Table, effect, minus, tested
 
 from qerl_core.checks import require
@@ -26,6 +27,7 @@ from qerl_core.rundir.durable import write_atomically
 from qerl_studies.design.design import read_design
 from qerl_studies.design.sessions import Sessions, read_sessions
 from qerl_studies.figures.noise import entropies, matched_temperature
+from qerl_studies.figures.style import save
 from qerl_studies.tables.markdown import markdown_table
 
 STUDY = Path(__file__).resolve().parent
@@ -44,6 +46,7 @@ SECOND_TABLE: Asked = {
     "nvfp4 - bf16, both in BF16": (minus("nvfp4", "bf16"), "sampled in bf16"),
     "random - bf16, both in BF16": (minus("random", "bf16"), "sampled in bf16"),
 }
+SHOWN = {"NVFP4": "nvfp4", "NVFP4, cooler": "nvfp4-cool", "random error": "random", "BF16, hotter": "bf16-hot"}
 MARGIN = 0.023  # half of what NVFP4 cost before
 CLOSED, KL = (0.5, 1.5), (0.8, 1.25)  # of the gap in entropy, by a temperature; of NVFP4's KL, by the random error
 ACTS = {"higher": True, "lower": True, "no difference beyond the margin": False}
@@ -58,7 +61,10 @@ SENTENCES: Mapping[tuple[bool | None, bool], str] = {  # by whether entropy acts
 def main(arguments: list[str] | None = None) -> None:
     KeyValueParser(__doc__).parse_args(arguments)
     (HERE / "results").mkdir(exist_ok=True)
-    write_atomically(HERE / "results" / "words.md", words_page(HERE))
+    page = words_page(HERE)  # refuses runs that are not the protocol's
+    if not lacking(runs := read(HERE)):
+        save(gaps_figure(rows_of(runs), "bf16", SHOWN), HERE / "results" / "arms")
+    write_atomically(HERE / "results" / "words.md", page)
     print(HERE / "results" / "words.md")
 
 
@@ -93,25 +99,35 @@ def matched(read: Sessions) -> tuple[float, float] | None:
 
 
 def contrasts(read: Sessions, pair: tuple[float, float] | None) -> list[str]:
-    copies = read.design.bases
-    lacking = ", ".join(str(copy) for copy in copies if any((arm, copy, 0) not in read.runs for arm in FORMATS))
-    if lacking or pair is None:
-        return [f"Not whole, so no words: {f'copies {lacking} lack a run' if lacking else 'no temperatures'}."]
+    missing = ", ".join(map(str, lacking(read)))
+    if missing or pair is None:
+        return [f"Not whole, so no words: {f'copies {missing} lack a run' if missing else 'no temperatures'}."]
     require_whole("mechanism", read.runs)
-    rows = []
-    for (arm, copy, _), run in read.runs.items():
+    for (arm, _, _), run in read.runs.items():
         own, given = {"bf16-hot": pair[0], "nvfp4-cool": pair[1]}.get(arm, 1.0), run.option("rollout.temperature")
         require(
             given == own, f"{run.name} has rollout.temperature={given} where the protocol has {own:g}: leave it out"
         )
+    kl = {
+        form: float(np.mean([read.probes[copy]["formats"][form]["kl"]["of_reference"] for copy in read.design.bases]))
+        for form in ("nvfp4", "random-error")
+    }
+    return words_of(rows_of(read), kl["random-error"] / kl["nvfp4"])
+
+
+def lacking(read: Sessions) -> list[int]:
+    """Copies without a run of each arm."""
+    return [copy for copy in read.design.bases if any((arm, copy, 0) not in read.runs for arm in FORMATS)]
+
+
+def rows_of(read: Sessions) -> Table:
+    """What is compared of each run; `early` is the logarithm of its entropy in the first steps."""
+    rows = []
+    for (arm, copy, _), run in read.runs.items():
         early = math.log(run.series("train", "entropy").iloc[:FIRST].mean())
         rows.append({"arm": arm, "copy": copy, "session": run.path.parent.name, "early": early})
         rows[-1] |= numbers_of(FORMATS[arm], run)
-    kl = {
-        form: float(np.mean([read.probes[copy]["formats"][form]["kl"]["of_reference"] for copy in copies]))
-        for form in ("nvfp4", "random-error")
-    }
-    return words_of(pd.DataFrame(rows), kl["random-error"] / kl["nvfp4"])
+    return pd.DataFrame(rows)
 
 
 def words_of(rows: Table, kl: float) -> list[str]:

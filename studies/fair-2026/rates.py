@@ -100,7 +100,9 @@ def main(arguments: list[str] | None = None) -> None:
     (HERE / "results").mkdir(exist_ok=True)
     for size, read in sizes.items():
         if is_whole(read, options.ended):
-            save(gaps_figure(read.rows), HERE / "results" / DESIGNS[size][0])
+            treated = {name: own_best(read.rows, kind) for name, kind in SHOWN.items()}
+            figure = gaps_figure(read.rows, own_best(read.rows, "bf16"), treated)
+            save(figure, HERE / "results" / DESIGNS[size][0])
     write_atomically(HERE / "results" / "words.md", page)
     print(HERE / "results" / "words.md")
 
@@ -291,12 +293,10 @@ def per_cent(values: np.ndarray) -> str:
 # --- figure ----------------------------------------------------------------------------------------------------------
 
 
-def gaps_figure(rows: Table) -> Figure:
-    """Arms at their own best rates minus BF16 at its own, each answering in its own format, and all in BF16."""
-    control = own_best(rows, "bf16")
-    treated = {name: own_best(rows, kind) for name, kind in SHOWN.items()}
+def gaps_figure(rows: Table, control: str, treated: Mapping[str, str]) -> Figure:
+    """Arms `treated`, by their labels, minus the `control`, each answering in its own format, and all in BF16."""
     with paper_style():
-        figure, (axes,) = panels(1, 2, height=1.5, width=FULL_WIDTH, sharex=True, sharey=True)
+        figure, (axes,) = panels(1, 2, height=0.7 + 0.4 * len(treated), width=FULL_WIDTH, sharex=True, sharey=True)
         for ax, (measure, label) in zip(axes, ANSWERED.items(), strict=True):
             shares = rows.pivot(index="copy", columns="arm", values=measure)
             for y, arm in enumerate(treated.values()):
