@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from rates import ASKED, FIRST, SHARES, gaps_figure, levels, numbers_of, require_whole, table_of
+from rates import ASKED, FIRST, SHARES, gaps, gaps_figure, levels, numbers_of, require_whole, table_of
 from rates_analysis.contrasts import Asked, Contrast, Table, effect, minus, tested
 
 from qerl_core.checks import require
@@ -47,6 +47,7 @@ SECOND_TABLE: Asked = {
     "random - bf16, both in BF16": (minus("random", "bf16"), "sampled in bf16"),
 }
 SHOWN = {"NVFP4": "nvfp4", "NVFP4, cooler": "nvfp4-cool", "random error": "random", "BF16, hotter": "bf16-hot"}
+BESIDE = (("nvfp4", "bf16"), ("random", "bf16"), ("random", "nvfp4"), ("bf16-hot", "bf16"), ("nvfp4-cool", "nvfp4"))
 MARGIN = 0.023  # half of what NVFP4 cost before
 CLOSED, KL = (0.5, 1.5), (0.8, 1.25)  # of the gap in entropy, by a temperature; of NVFP4's KL, by the random error
 ACTS = {"higher": True, "lower": True, "no difference beyond the margin": False}
@@ -132,12 +133,12 @@ def rows_of(read: Sessions) -> Table:
 
 def words_of(rows: Table, kl: float) -> list[str]:
     """What the page says of all runs; `kl` is that of the random error, before training, beside NVFP4's."""
-    early = rows.groupby("arm")["early"].mean()
-    closed = {"bf16-hot": early["bf16-hot"] - early["bf16"], "nvfp4-cool": early["nvfp4"] - early["nvfp4-cool"]}
-    shares = {arm: (rise / (early["nvfp4"] - early["bf16"]), CLOSED) for arm, rise in closed.items()}
-    shares["random"] = kl, KL
+    shares = {arm: (share, CLOSED) for arm, share in closed(rows, "early").items()} | {"random": (kl, KL)}
+    last = {arm: f"{share:.2f}" for arm, share in closed(rows, "entropy").items()}
     missed = {arm for arm, (share, (low, high)) in shares.items() if not low <= share <= high}
-    lines = [[arm, f"{share:.2f}", f"{low} to {high}"] for arm, (share, (low, high)) in shares.items()]
+    lines = [
+        [arm, f"{share:.2f}", f"{low} to {high}", last.get(arm, "")] for arm, (share, (low, high)) in shares.items()
+    ]
     first = judged(rows, FIRST_TABLE, missed)
     return [
         table_of(first),
@@ -145,12 +146,21 @@ def words_of(rows: Table, kl: float) -> list[str]:
         "### Each by itself, and what learning costs",
         table_of(judged(rows, SECOND_TABLE, missed)),
         "### Whether arms are what they are called",
-        markdown_table(["arm", "share", "limits"], lines),
-        "Of a temperature: the share of NVFP4's rise of entropy, first four steps. Of `random`: KL beside NVFP4's.",
+        markdown_table(["arm", "share", "limits", "last 8 steps"], lines),
+        "Of a temperature: the share of NVFP4's rise of entropy, in the first four steps; in the last 8 it has no "
+        "limit. Of `random`: KL beside NVFP4's.",
         "### Without words",
+        gaps(rows, [minus(arm, other) for arm, other in BESIDE]),
         levels(rows, SHARES),
         levels(rows, {name: name for name in ASKED}),
     ]
+
+
+def closed(rows: Table, measure: str) -> dict[str, float]:
+    """What each temperature makes of NVFP4's rise of log entropy: 1 is all of it."""
+    mean = rows.groupby("arm")[measure].mean()
+    rises = {"bf16-hot": mean["bf16-hot"] - mean["bf16"], "nvfp4-cool": mean["nvfp4"] - mean["nvfp4-cool"]}
+    return {arm: rise / (mean["nvfp4"] - mean["bf16"]) for arm, rise in rises.items()}
 
 
 def judged(rows: Table, asked: Asked, missed: set[str]) -> dict[str, Contrast]:

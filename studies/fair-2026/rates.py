@@ -246,7 +246,7 @@ def words_of(read: Size) -> list[str]:
         "### The same policies in each format, after the last step, without words",
         levels(rows, {name: name for name in ASKED}),
         "### Differences, without words",
-        markdown_table(["contrast", "before", "gain", "late", "greedy", "entropy"], [gap(rows, one) for one in pairs]),
+        gaps(rows, pairs),
         "*Before*: the same questions before the first step. *Gain*: late minus before.",
         "### Older references, without words",
         f"Both arms at 2e-4; Welch's t test with {len(read.older)} more runs of `bf16`, on the same questions.",
@@ -268,12 +268,16 @@ def levels(rows: Table, shares: Mapping[str, str]) -> str:
     for arm, of in rows.groupby("arm", sort=False):
         entropy, collapsed = f"{math.exp(of['entropy'].mean()):.3f}", f"{of['collapsed'].sum():.0f}"
         lines.append([arm, f"{len(of)}", *(per_cent(of[name]) for name in shares), entropy, collapsed])
-    return markdown_table(["arm", "copies", *shares.values(), "entropy, nats", "collapsed"], lines)
+    return markdown_table(["arm", "copies", *shares.values(), "entropy, last 8, nats", "collapsed"], lines)
 
 
-def gap(rows: Table, weights: Weights) -> list[str]:
-    shares = [points(effect(rows, weights, name), 2, True) for name in ("before", "gain", "late", "greedy")]
-    return [named(weights), *shares, times(effect(rows, weights, "entropy"))]
+def gaps(rows: Table, pairs: Sequence[Weights]) -> str:
+    """Differences of arms, and ratios of their entropies in the last steps."""
+    shares, lines = ("before", "gain", "late", "greedy"), []
+    for one in pairs:
+        found = [points(effect(rows, one, name), 2, True) for name in shares]
+        lines.append([named(one), *found, times(effect(rows, one, "entropy"))])
+    return markdown_table(["contrast", *shares, "entropy, last 8"], lines)
 
 
 def with_older(read: Size, kind: str) -> list[str]:

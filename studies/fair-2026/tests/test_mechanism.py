@@ -28,6 +28,7 @@ STUDY = ROOT / "studies" / "fair-2026"
 PART = STUDY / "mechanism"
 PAGE = script("studies/fair-2026/mechanism.py")
 COPIES, RISE, SAME = range(51, 59), 0.15, "no difference beyond the margin"
+FADED = {"bf16": 0.0, "nvfp4": 0.2, "bf16-hot": 0.05, "nvfp4-cool": 0.06, "random": 0.1}  # the same in the last steps
 MATCHED = {"bf16": 0.0, "nvfp4": RISE, "bf16-hot": RISE, "nvfp4-cool": 0.0, "random": 0.1}  # log entropy above BF16's
 COSTS: Mapping[str, float] = dict.fromkeys(("nvfp4", "nvfp4-cool", "random"), -0.047)
 # SHA-256 of the protocol without its amendments
@@ -109,7 +110,7 @@ def table(late: Mapping[str, float], early: Mapping[str, float] = MATCHED, error
         errors = error * draw.standard_normal((2, 4))
         for copy, off in zip(COPIES, (errors - errors.mean(1, keepdims=True)).flat, strict=True):
             shares = dict.fromkeys(("before", "late", *PAGE.ASKED), 0.3 + late.get(arm, 0) + 0.05 * (copy > 54) + off)
-            others = {"early": early[arm], "entropy": 0, "collapsed": 0, "first": 0.1, "last": 0.2}
+            others = {"early": early[arm], "entropy": FADED[arm], "collapsed": 0, "first": 0.1, "last": 0.2, "gain": 0}
             rows.append({"arm": arm, "copy": copy, "session": "ab"[copy > 54], "greedy": 0.3} | shares | others)
     return pd.DataFrame(rows)
 
@@ -139,6 +140,14 @@ def test_what_is_planted_is_said(late: Mapping[str, float], entropy: str, senten
         one, other = name.partition(",")[0].split(" - ")
         gap = late.get(one, 0) - late.get(other, 0)
         assert word == ("higher" if gap > 0 else "lower" if gap < 0 else SAME), name
+
+
+def test_the_page_shows_how_much_of_the_entropy_is_left_in_the_last_steps() -> None:
+    """A quarter of NVFP4's rise for the one temperature, 0.7 for the other; the ratio of entropies is beside it."""
+    page = PAGE.words_of(table(COSTS), 1.0)
+    for arm, left in (("bf16-hot", "0.25"), ("nvfp4-cool", "0.70")):
+        assert f"| {arm} | 1.00 | 0.5 to 1.5 | {left} |" in page[5]
+    assert f"x{math.exp(0.05):.3f}" in next(line for line in page[8].splitlines() if "bf16-hot - bf16" in line)
 
 
 def test_what_runs_leave_open_is_not_decided() -> None:
