@@ -25,11 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from qerl_kernels.jit_decode_common import (
     barrier,
-    finish,
     fragment,
     grid_dependency,
     load_column,
-    private_layout,
     scale_pointers,
     scales_layout,
     scales_step,
@@ -39,6 +37,7 @@ from qerl_kernels.jit_decode_common import (
     words_layout,
     words_step,
 )
+from qerl_kernels.jit_decode_end import finish, private_layout
 
 # Names before and after Triton 3.7.
 _load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared

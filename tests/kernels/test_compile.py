@@ -447,7 +447,7 @@ def test_an_adapter_costs_no_program_of_a_processor(
 
 def test_add_partials() -> None:
     """With the adapter of joined layers; the operands of the tensor core come straight from memory."""
-    from qerl_kernels import jit_decode_common
+    from qerl_kernels import jit_decode_end
 
     signature = {"row_scale_ptr": "*fp32", "partial_ptr": "*fp32", "factor": "fp32", "scaling": "fp32"}
     signature |= dict.fromkeys(("bias_ptr", "xa_ptr", "b_ptr", "y_ptr"), "*bf16")
@@ -456,7 +456,7 @@ def test_add_partials() -> None:
     aligned = tuple(name for name in signature if name.endswith("_ptr") or name in ("N", "rank", "own", "stride_ym"))
     for arch, wgmma in ((90, True), (90, False), (80, False)):
         constants |= {"PDL": arch >= 90, "WGMMA": wgmma}
-        built = compiled(jit_decode_common.add_partials, signature, constants, arch, 4, aligned=aligned)
+        built = compiled(jit_decode_end.add_partials, signature, constants, arch, 4, aligned=aligned)
         _sound(built, overlapping=arch >= 90)
         assert built.count("HGMMA") == 2 * wgmma and built.count("HMMA") == 4 * (not wgmma)
 
