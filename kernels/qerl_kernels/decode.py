@@ -69,6 +69,7 @@ def decode_gemm(
     lora: LoRA | None = None,
     config: Config | None = None,
     parts: Sequence[int] = (),
+    beside: bool = False,
 ) -> torch.Tensor:
     """y (M, N) = x (M, K) operand^T * scale + (XA B^T) * factor + bias, bfloat16 like x, for M up to 256.
 
@@ -80,8 +81,14 @@ def decode_gemm(
 
     The kernel may start before earlier ones have ended (`overlap`). It reads words and scales of `weight` at once, and
     waits before it reads or writes anything else. So no kernel of the same step may write the weight.
+
+    `beside` is for an XA that `project(x, A, beside=True)` returned in the call just before: the matmul runs while that
+    kernel does, and waits for XA at its end (Hopper; MMA_V2 waits at the start). Without such a call it may read an x
+    that is not complete.
     """
     _check(x, weight, scale, bias, lora, parts)
+    if beside and lora is None:
+        raise ValueError("beside=True needs lora with the XA of project(x, A, beside=True); leave beside out")
     y = x.new_empty((len(x), weight.shape[0]))
     kernel = kernel_of(x.device)
     assert kernel is not None
@@ -91,7 +98,7 @@ def decode_gemm(
         raise ValueError(f"kernel={WGMMA} needs compute capability 9 (H100, H200); use a configuration of {MMA_V2}")
     if config.kernel == MMA_V2 and weight.shape[1] % 8:
         raise ValueError(f"kernel={MMA_V2} needs K divisible by 8, got {weight.shape[1]}; use dequantize")
-    launch(x, weight, scale, bias, lora, y, config, parts)
+    launch(x, weight, scale, bias, lora, y, config, parts, beside)
     return y
 
 

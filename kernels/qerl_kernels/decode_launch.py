@@ -30,6 +30,7 @@ def launch(
     y: torch.Tensor,
     config: Config,
     parts: Sequence[int] = (),
+    beside: bool = False,
 ) -> None:
     """Write `decode.decode_gemm` to y (M, N)."""
     from qerl_kernels import jit_decode, jit_decode_end, jit_decode_mma
@@ -66,7 +67,7 @@ def launch(
         multiply = jit_decode.decode[(blocks, config.split)]
         multiply(
             _box(x, config), *tensors, None, factor, scaling, m, n, columns, tiles, rank, own, *ends, y.stride(0), 0,
-            OVERLAP=config.overlap, EVEN=columns % config.ring == 0, GROUPED=False, **constants,
+            OVERLAP=config.overlap, EVEN=columns % config.ring == 0, BESIDE=beside, GROUPED=False, **constants,
         )  # fmt: skip
     else:
         multiply = jit_decode_mma.decode[(blocks, config.split)]
@@ -107,7 +108,7 @@ def launch_grouped(
         bias, None, None, y, partial, counters, items, 2.0**weight.exponent, 0.0, 0, n, columns, tiles, 0, 0, 0,
         0, n, len(items), FORMAT=weight.format, BM=config.rows, BN=config.tokens, SPLIT=split, RING=config.ring,
         XBUF=config.buffers, OVERLAP=config.overlap, SEPARATE=False, RANK=0, HAS_ROW_SCALE=scale is not None,
-        HAS_BIAS=bias is not None, EVEN=columns % config.ring == 0, PDL=True, GROUPED=True,
+        HAS_BIAS=bias is not None, EVEN=columns % config.ring == 0, PDL=True, BESIDE=False, GROUPED=True,
         W=config.warps, num_warps=config.warps, launch_pdl=True,
     )  # fmt: skip
 

@@ -214,6 +214,12 @@ def load_column(w_ptr, s_ptr, on, FORMAT: gl.constexpr, TILES: gl.constexpr, LAY
 
 
 @gluon.jit
+def fence_async_global():
+    """What this thread sees in global memory, copies that it starts see too."""
+    gl.inline_asm_elementwise("fence.proxy.async.global; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def grid_dependency(WHAT: gl.constexpr):
     """Programmatic dependent launch: `wait` for earlier kernels, or let the next one start (`launch_dependents`)."""
     gl.inline_asm_elementwise("griddepcontrol." + WHAT + "; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

@@ -338,6 +338,8 @@ def test_refuses_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
     for parts in ((256, 256), (512, 128, 128), (512, -256, 512), (256, 256, 256, 0)):
         with pytest.raises(ValueError, match="multiples of 256"):
             decode.decode_gemm(x, joined, lora=(b[:4], b, 1.0), parts=parts)
+    with pytest.raises(ValueError, match="beside=True needs lora"):
+        decode.decode_gemm(x, weight, beside=True)
 
 
 def test_the_kernel_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
