@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from qerl_kernels import decode
+from qerl_kernels import decode, decode_launch
 from qerl_kernels.checks import require_device, require_shape
 from qerl_kernels.decode_configs import BUCKETS, WGMMA, Config, bucket, by_rule
 from qerl_kernels.layout import INPUTS, ROWS, SCALE_TYPES, KernelWeight, shapes
@@ -120,7 +120,7 @@ def grouped_gemm(
     require_device(**tensors)
     y = x.new_empty(count, n)
     if isinstance(weight, KernelWeight) and x.dtype == torch.bfloat16 and decode.kernel_of(x.device) == WGMMA:
-        decode.launch_grouped(x, weight, (n, k), rows.items, scale, bias, y, choose(n, k, rows))
+        decode_launch.launch_grouped(x, weight, (n, k), rows.items, scale, bias, y, choose(n, k, rows))
     else:
         _launch(x, weight, (n, k), rows, scale, bias, y)
     return y
@@ -168,7 +168,7 @@ def _launch(
     kernel(
         x,
         *((weight.words, weight.scales.flatten(3).view(torch.int32)) if packed else (weight, None)),
-        decode.nf4_table(x.device).view(torch.float32), rows.items, scale, bias, y,
+        decode_launch.nf4_table(x.device).view(torch.float32), rows.items, scale, bias, y,
         2.0**weight.exponent if packed else 1.0, n, k, -(-k // INPUTS), x.stride(0),
         *((0, 0, 0) if packed else weight.stride()),
         FORMAT=FORMATS.index(weight.format) if packed else len(FORMATS), BM=block, BN=max(16, rows.tile),

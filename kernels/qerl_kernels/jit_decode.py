@@ -5,8 +5,9 @@ and scales that it feeds to the tensor core (`layout`) straight from device memo
 turns them into the A operand of a wgmma (`jit_decode_common`). The copy engine fills XBUF buffers of activations. SPLIT
 programs that share rows write FP32 sums to a workspace; the last to finish, or a second kernel, adds them in the order
 of K, so results do not depend on timing. If GROUPED, W stacks the matrices of several experts, and each entry of
-`items` is up to BN rows of x with the expert that multiplies them (`grouped`). Gluon has no interpreter: without a GPU,
-tests cover the layout's reference and the compiled code.
+`items` is up to BN rows of x with the expert that multiplies them (`grouped`). If BESIDE, the kernel before computes
+XA = x A^T of an adapter, and lets this one start when x is complete: it waits for XA at its end. Gluon has no
+interpreter: without a GPU, tests cover the layout's reference and the compiled code.
 """
 
 # Triton's compiler wants constexpr annotations, although calls pass plain numbers.
@@ -25,11 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from qerl_kernels.jit_decode_common import (
     barrier,
-    finish,
+    fence_async_global,
     fragment,
     grid_dependency,
     load_column,
-    private_layout,
     scale_pointers,
     scales_layout,
     scales_step,
@@ -39,6 +39,7 @@ from qerl_kernels.jit_decode_common import (
     words_layout,
     words_step,
 )
+from qerl_kernels.jit_decode_end import finish, private_layout
 
 # Names before and after Triton 3.7.
 _load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -89,6 +90,7 @@ def decode(
     HAS_BIAS: gl.constexpr,
     EVEN: gl.constexpr,  # COLUMNS is a multiple of RING
     PDL: gl.constexpr,  # programmatic dependent launch: starts while the previous kernel still runs
+    BESIDE: gl.constexpr,  # x is complete at the start, XA is not
     GROUPED: gl.constexpr,  # N and TILES are of one expert, and so is row_scale, which then is a number; RANK is 0
     W: gl.constexpr,
 ):
@@ -145,7 +147,10 @@ def decode(
         loaded += load_column(w_ptr + i * STEP, s_ptr + scales_step(FORMAT, i), on, FORMAT, T, WORDS)
     if PDL and not GROUPED:  # nothing above depends on earlier kernels
         grid_dependency("launch_dependents")
-        grid_dependency("wait")
+        if BESIDE:
+            fence_async_global()  # the copy engine reads x without a wait
+        else:
+            grid_dependency("wait")
     for b in gl.static_range(XBUF):
         _load_activations(x_box, xs, bars, m0, first + b, b, first + b < last, BN, RING)
 
@@ -181,6 +186,8 @@ def decode(
     if OVERLAP:
         acc = warpgroup_mma_wait(0, deps=[acc])
         barrier()
+    if PDL and BESIDE:  # nothing above writes, or reads what the kernel before writes
+        grid_dependency("wait")
 
     finish(
         acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, partial_ptr, counter_ptr, block, split, row_block * BM, m0,

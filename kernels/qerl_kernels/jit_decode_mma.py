@@ -16,11 +16,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from qerl_kernels.jit_decode_common import (
     barrier,
-    finish,
     fragment,
     grid_dependency,
     load_column,
-    private_layout,
     scale_pointers,
     scales_layout,
     scales_step,
@@ -30,6 +28,7 @@ from qerl_kernels.jit_decode_common import (
     words_layout,
     words_step,
 )
+from qerl_kernels.jit_decode_end import finish, private_layout
 
 # Names before and after Triton 3.7.
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared

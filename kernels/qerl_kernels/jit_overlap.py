@@ -6,7 +6,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def wait_for_earlier(PDL: tl.constexpr):
+def wait_for_earlier(PDL: tl.constexpr, LATE: tl.constexpr = False):
+    """If LATE, the next kernel starts only when all kernels before this one have ended."""
     if PDL:  # targets before sm_90 have neither instruction
-        gdc_launch_dependents()
+        if not LATE:
+            gdc_launch_dependents()
         gdc_wait()
+        if LATE:
+            gdc_launch_dependents()

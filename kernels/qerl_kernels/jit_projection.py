@@ -10,10 +10,13 @@ from qerl_kernels.jit_overlap import wait_for_earlier
 def project(
     x, a, y, partial, counters, rows, rank, width,
     INPUTS: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr,
-    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """TILE rows of x (M, K) times TILE rows of A (R, K) over INPUTS of K; the last piece to arrive adds all."""
-    wait_for_earlier(PDL)
+    """TILE rows of x (M, K) times TILE rows of A (R, K) over INPUTS of K; the last piece to arrive adds all.
+
+    If BESIDE, the next kernel starts when x is complete.
+    """
+    wait_for_earlier(PDL, BESIDE)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     component = tl.program_id(1) * TILE + tl.arange(0, TILE)
     piece = tl.program_id(2)

@@ -7,6 +7,10 @@ That kernel has waited too, so then all earlier ones have ended: completion is t
 (workspaces, counters, freed tensors) is safe, since nobody writes before all earlier readers have ended. A kernel of
 which some program leaves without waiting, an idle row's say, would break the chain for all that follow.
 
+A kernel that waits first, and only then lets the next one start, tells it that all before itself have ended. So the
+next one may read at once what those wrote. It must wait before it reads what this one writes, and before it writes
+anything. `project` does so for the decode GEMM, which then multiplies while x A^T is computed.
+
 What no kernel of the step writes, such as packed weights, may be read before the wait. Kernels that know nothing of
 this, such as PyTorch's, start when everything before has ended, and the next one starts when they have.
 """

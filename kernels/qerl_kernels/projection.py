@@ -12,12 +12,16 @@ from typing import Any
 import torch
 
 from qerl_kernels.checks import require_device, require_shape
+from qerl_kernels.decode import kernel_of
+from qerl_kernels.decode_configs import WGMMA
 from qerl_kernels.decoder_layer import FLOATS
 from qerl_kernels.overlap import overlapping
 from qerl_kernels.scratch import workspace
 
 MAX_ROWS, MAX_RANK = 256, 256
 MOST_INPUTS = 1 << 19  # numbers of x up to which a library was slower (kernels/results/h200_projection.csv)
+BESIDE_ROWS = 256  # rows up to which the decode GEMM runs beside `project`, not behind it; 0: it never does
+_ALWAYS_BESIDE = 64  # rows up to which it does even where a library was faster: nobody waits for x A^T then
 _TILE = 16  # rows of x, and of A, of a program
 _COLUMNS = 64  # inputs that a program multiplies at once
 _PROGRAMS = 100  # about so many at least, if K allows
@@ -29,8 +33,19 @@ def pays(x: torch.Tensor, a: torch.Tensor) -> bool:
     return 0 < len(x) <= MAX_ROWS and 0 < len(a) <= MAX_RANK and x.numel() <= MOST_INPUTS
 
 
-def project(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """x A^T (M, R) for x (M, K) and A (R, K) of one dtype, summed in FP32 and rounded once; M and R up to 256."""
+def runs_beside(x: torch.Tensor, a: torch.Tensor) -> bool:
+    """Whether `decode_gemm` of x and its weight is to run while `project` computes x A^T."""
+    rows = len(x)
+    wanted = pays(x, a) or (0 < rows <= _ALWAYS_BESIDE and 0 < len(a) <= MAX_RANK)
+    return rows <= BESIDE_ROWS and wanted and kernel_of(x.device) == WGMMA
+
+
+def project(x: torch.Tensor, a: torch.Tensor, beside: bool = False) -> torch.Tensor:
+    """x A^T (M, R) for x (M, K) and A (R, K) of one dtype, summed in FP32 and rounded once; M and R up to 256.
+
+    With `beside` the next kernel may start when x is complete, but not before: it may read x at once, and must wait for
+    the result, and before it writes anything. Otherwise it may start at once, and must wait for both (`overlap`).
+    """
     rows, width = x.shape
     require_shape("x", x, (rows, width), *FLOATS)
     require_shape("A", a, (-1, width), x.dtype)
@@ -40,11 +55,11 @@ def project(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
             f"x must have 1 to {MAX_ROWS} rows and A 1 to {MAX_RANK}, got {rows} and {len(a)}; use x @ a.t()"
         )
     y = x.new_empty(rows, len(a))
-    _launch(x, a, y)
+    _launch(x, a, y, beside)
     return y
 
 
-def _launch(x: torch.Tensor, a: torch.Tensor, y: torch.Tensor) -> None:
+def _launch(x: torch.Tensor, a: torch.Tensor, y: torch.Tensor, beside: bool = False) -> None:
     from qerl_kernels import jit_projection
 
     (rows, rank), width = y.shape, x.shape[1]
@@ -54,7 +69,7 @@ def _launch(x: torch.Tensor, a: torch.Tensor, y: torch.Tensor) -> None:
     kernel: Any = jit_projection.project
     kernel[(*blocks, pieces)](
         x, a, y, partial, counters, rows, rank, width, INPUTS=inputs, PIECES=pieces, TILE=_TILE, COLUMNS=_COLUMNS,
-        num_warps=4, num_stages=6, **overlapping(x.device),
+        BESIDE=beside, num_warps=4, num_stages=6, **overlapping(x.device),
     )  # fmt: skip
 
 

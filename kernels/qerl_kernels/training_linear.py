@@ -71,9 +71,9 @@ def packed_linear(
     return y.view(*x.shape[:-1], y.shape[1])
 
 
-def down(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """x A^T (M, r) of x (M, K) and A (r, K) in one dtype, without gradient."""
-    return projection.project(x, a) if projection.pays(x, a) else x @ a.t()
+def down(x: torch.Tensor, a: torch.Tensor, beside: bool = False) -> torch.Tensor:
+    """x A^T (M, r) of x (M, K) and A (r, K) in one dtype, without gradient; `beside` is for `projection.project`."""
+    return projection.project(x, a, beside) if beside or projection.pays(x, a) else x @ a.t()
 
 
 def plus_adapter(y: torch.Tensor, x: torch.Tensor, adapter: Adapter) -> torch.Tensor:

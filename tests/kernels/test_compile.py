@@ -298,19 +298,24 @@ def test_decoder_layer(arch: int, pdl: bool) -> None:
 
 
 @pytest.mark.parametrize(("arch", "pdl"), [(arch, pdl) for arch in CARDS for pdl in _overlapping(arch)])
-@pytest.mark.parametrize(("rank", "width"), [(96, 3584), (32, 18944)])
-def test_projection(arch: int, pdl: bool, rank: int, width: int) -> None:
-    """Layers of a 7B model: tensor cores, whole vectors, and all inputs of a program copied ahead of use."""
+@pytest.mark.parametrize(("rank", "width", "beside"), [(96, 3584, False), (32, 18944, False), (32, 18944, True)])
+def test_projection(arch: int, pdl: bool, rank: int, width: int, beside: bool) -> None:
+    """Layers of a 7B model: tensor cores, whole vectors, and all inputs of a program copied ahead of use.
+
+    Beside the decode GEMM it waits before it lets that start, otherwise the other way around.
+    """
     from qerl_kernels import jit_projection
     from qerl_kernels.projection import pieces_of
 
     signature = {"x": "*bf16", "a": "*bf16", "y": "*bf16", "partial": "*fp32", "counters": "*i32"}
     signature |= dict.fromkeys(("rows", "rank", "width"), "i32")
     inputs, pieces = pieces_of(rank, width)
-    constants = {"INPUTS": inputs, "PIECES": pieces, "TILE": 16, "COLUMNS": 64, "PDL": pdl}
+    constants = {"INPUTS": inputs, "PIECES": pieces, "TILE": 16, "COLUMNS": 64, "PDL": pdl, "BESIDE": beside}
     aligned = tuple(name for name in signature if name != "rows")
     built = compiled(jit_projection.project, signature, constants, arch, 4, 6, aligned)
     _sound(built, pdl)
+    order = [text for text in built.instructions if re.search(r"\b(ACQBULK|PREEXIT)\b", text)]
+    assert ["ACQBULK" in text for text in order] == ([beside, not beside] if pdl else [])
     assert built.count("MMA") == inputs // 16 and built.count(r"LDGSTS\.\S*128") == built.count("LDGSTS") > 0
     assert built.count("ATOM") == 2 and built.count(r"LDG\b") == pieces
 
@@ -360,7 +365,13 @@ def test_a_kernel_that_spills_is_found() -> None:
 
 
 def _decode(
-    config: Config, format_name: str, rank: int, grouped: bool = False, scaled: bool = True, even: bool = True
+    config: Config,
+    format_name: str,
+    rank: int,
+    grouped: bool = False,
+    scaled: bool = True,
+    even: bool = True,
+    beside: bool = False,
 ) -> Compiled:
     """The kernel of Hopper; `scaled`: with a scale for each row and a bias."""
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -379,7 +390,7 @@ def _decode(
     )
     constants: dict[str, Any] = {"FORMAT": format_name, "BM": config.rows, "BN": config.tokens, "W": config.warps}
     constants |= {"RING": config.ring, "XBUF": config.buffers, "SPLIT": config.split, "SEPARATE": config.separate}
-    constants |= {"RANK": rank, "OVERLAP": config.overlap, "EVEN": even}
+    constants |= {"RANK": rank, "OVERLAP": config.overlap, "EVEN": even, "BESIDE": beside}
     constants |= {"HAS_ROW_SCALE": scaled, "HAS_BIAS": scaled, "GROUPED": grouped, "PDL": True}
     aligned = tuple(name for name in signature if name.endswith("_ptr") or name in ("N", "rank", "own", "stride_ym"))
     limit = {} if config.registers is None else {"maxnreg": config.registers}
@@ -421,6 +432,35 @@ def test_decode(format_name: str, tokens: int, rank: int, grouped: bool, bound: 
     assert len(loop) * 32 * 4 / (64 * 64 * ring) <= bound
 
 
+def _programs(built: Compiled, warps: int) -> int:
+    """How many run on a processor of Hopper at once."""
+    by_registers = 65_536 // (-(-built.registers // 8) * 8 * 32 * warps)
+    return min(by_registers, SHARED_LIMIT[90] * 1024 // (built.shared + 1024))
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 256])
+@pytest.mark.parametrize("shape", [(4608, 3584), (3584, 18944), (37888, 3584)])
+def test_decode_beside_its_adapter(shape: tuple[int, int], tokens: int) -> None:
+    """It waits for XA behind the loop over K, before it reads XA, writes or counts; no program of a processor less."""
+    config = choose("NVIDIA H200", shape, tokens)
+    plain, both = (_decode(config, "nvfp4", 32, scaled=False, beside=beside) for beside in (False, True))
+    assert not both.spills and _programs(both, config.warps) == _programs(plain, config.warps)
+
+    def halves(built: Compiled) -> tuple[list[str], list[str]]:
+        """What is touched before and after the wait."""
+        touches = r"\b(ACQBULK|ATOM\w*|HGMMA|LDG|RED|STG|UTMALDG)\b"
+        order = [match[1] for text in built.instructions if (match := re.search(touches, text))]
+        assert order.count("ACQBULK") == 1
+        return order[: order.index("ACQBULK")], order[order.index("ACQBULK") + 1 :]
+
+    before, after = halves(both)
+    assert both.ptx.index("fence.proxy.async.global") < both.ptx.index("cp.async.bulk.tensor")
+    assert {*before} == {"HGMMA", "LDG", "UTMALDG"} and "STG" in after and "UTMALDG" not in after
+    assert "HGMMA" not in halves(plain)[0]
+    without, _ = halves(_decode(config, "nvfp4", 0, scaled=False, beside=True))
+    assert before.count("LDG") == without.count("LDG")  # all reads of XA come after
+
+
 @pytest.mark.parametrize(
     ("shape", "tokens", "registers"),
     [
@@ -435,19 +475,14 @@ def test_an_adapter_costs_no_program_of_a_processor(
     config = choose("NVIDIA H200", shape, tokens)
     assert not config.separate
     without, beside = (_decode(config, "nvfp4", rank, scaled=False) for rank in (0, 32))
-
-    def programs(built: Compiled) -> int:
-        by_registers = 65_536 // (-(-built.registers // 8) * 8 * 32 * config.warps)
-        return min(by_registers, SHARED_LIMIT[90] * 1024 // (built.shared + 1024))
-
     assert [one.registers for one in (without, beside)] == pytest.approx(registers, abs=4)
-    assert programs(beside) == programs(without) == 3
+    assert _programs(beside, config.warps) == _programs(without, config.warps) == 3
     assert beside.stack == 0 and beside.count("HGMMA") == without.count("HGMMA") + 2
 
 
 def test_add_partials() -> None:
     """With the adapter of joined layers; the operands of the tensor core come straight from memory."""
-    from qerl_kernels import jit_decode_common
+    from qerl_kernels import jit_decode_end
 
     signature = {"row_scale_ptr": "*fp32", "partial_ptr": "*fp32", "factor": "fp32", "scaling": "fp32"}
     signature |= dict.fromkeys(("bias_ptr", "xa_ptr", "b_ptr", "y_ptr"), "*bf16")
@@ -456,7 +491,7 @@ def test_add_partials() -> None:
     aligned = tuple(name for name in signature if name.endswith("_ptr") or name in ("N", "rank", "own", "stride_ym"))
     for arch, wgmma in ((90, True), (90, False), (80, False)):
         constants |= {"PDL": arch >= 90, "WGMMA": wgmma}
-        built = compiled(jit_decode_common.add_partials, signature, constants, arch, 4, aligned=aligned)
+        built = compiled(jit_decode_end.add_partials, signature, constants, arch, 4, aligned=aligned)
         _sound(built, overlapping=arch >= 90)
         assert built.count("HGMMA") == 2 * wgmma and built.count("HMMA") == 4 * (not wgmma)
 

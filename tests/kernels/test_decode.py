@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_kernels import decode, decode_assembly, decode_configs, layout, nf4
+from qerl_kernels import decode, decode_assembly, decode_configs, decode_launch, layout, nf4
 from qerl_kernels.decode_configs import (
     BUCKETS,
     MMA_V2,
@@ -80,7 +80,7 @@ def run(x: torch.Tensor, weight: layout.KernelWeight, config: Config, **more: An
     y = torch.full((len(x), weight.shape[0]), torch.nan, dtype=torch.bfloat16, device=x.device)
     scale, bias, lora, parts = more.get("scale", 1.0), more.get("bias"), more.get("lora"), more.get("parts", ())
     decode._check(x, weight, scale, bias, lora, parts)
-    decode._launch(x, weight, scale, bias, lora, y, config, parts)
+    decode_launch.launch(x, weight, scale, bias, lora, y, config, parts)
     return y
 
 
@@ -338,6 +338,8 @@ def test_refuses_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
     for parts in ((256, 256), (512, 128, 128), (512, -256, 512), (256, 256, 256, 0)):
         with pytest.raises(ValueError, match="multiples of 256"):
             decode.decode_gemm(x, joined, lora=(b[:4], b, 1.0), parts=parts)
+    with pytest.raises(ValueError, match="beside=True needs lora"):
+        decode.decode_gemm(x, weight, beside=True)
 
 
 def test_the_kernel_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:

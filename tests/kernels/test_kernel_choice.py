@@ -189,35 +189,46 @@ def test_head_and_sampling_give_the_same_rollouts(
         assert one.entropies == pytest.approx(other.entropies, abs=1e-4)
 
 
-@pytest.mark.parametrize(("rank", "few"), [(4, 14), (4, 13), (9, 14)])
+@pytest.mark.parametrize(
+    ("rank", "few", "beside"),
+    [(4, 14, False), (4, 13, False), (9, 14, False), (4, 14, True), (4, 13, True), (9, 14, True)],
+)
 def test_sampling_takes_the_decode_gemm(
-    make_policy: MakePolicy, stand_in: Callable[..., None], rank: int, few: int
+    make_policy: MakePolicy, stand_in: Callable[..., None], rank: int, few: int, beside: bool
 ) -> None:
     """With references in place of the kernels: what is passed to them, adapter and bias included; not where a gradient
-    is needed, and an adapter too large for it is added afterwards. More than a few rows are projected by a library."""
+    is needed, and an adapter too large for it is added afterwards. More than a few rows are projected by a library,
+    unless the matmul is to run beside. Then both kernels are told so, one directly behind the other."""
     policy = make_policy("model.dtype=bfloat16", f"lora.rank={rank}", adapted=True)
     ids = _ids(2, 7)
     with torch.no_grad():
         wanted = policy.model(ids).logits
     calls: list[int] = []
     projected: list[int] = []
+    told: list[bool] = []
 
-    def project(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    def project(x: torch.Tensor, a: torch.Tensor, late: bool) -> torch.Tensor:
+        assert late == (beside and rank == 4)
         projected.append(len(x))
         return x @ a.t()
 
-    def decode_gemm(x: torch.Tensor, weight: Any, scale: Any, bias: Any, lora: Any = None, **_: Any) -> torch.Tensor:
+    def decode_gemm(
+        x: torch.Tensor, weight: Any, scale: Any, bias: Any, lora: Any = None, beside: bool = False, **_: Any
+    ) -> torch.Tensor:
         assert x.is_contiguous() and (lora is None) == (rank == 9)
         calls.append(len(x))
+        assert not beside or len(projected) == len(calls)
+        told.append(beside)
         return decode.decode_reference(x, weight, scale, bias, lora)
 
     stand_in(decode, MAX_RANK=8, pays=lambda weight, tokens, dtype, at_hand: tokens <= 14, decode_gemm=decode_gemm)
-    stand_in(projection, MAX_ROWS=few, project=project)
+    stand_in(projection, MAX_ROWS=few, project=project, runs_beside=lambda *_: beside)
     stand_in(kernel_choice, kernel_of=lambda _: WGMMA)
     assert set(_fused(policy, stand_in).values()) == {kernel_choice.DECODE[WGMMA]}
     with torch.inference_mode():
         found = policy.model(ids).logits
-    assert calls == [14] * 14 and projected == ([14] * 14 if few == 14 else [])
+    assert calls == [14] * 14 and projected == ([14] * 14 if few == 14 or beside else [])
+    assert told == [beside and rank == 4] * 14
     assert torch.allclose(found, wanted, rtol=0, atol=0.05)
 
 
@@ -229,12 +240,12 @@ def test_joined_layers_tell_the_decode_gemm_their_parts(
     policy = make_policy("model.dtype=bfloat16", "lora.rank=4", adapted=True)
     found: list[Any] = []
 
-    def decode_gemm(x: torch.Tensor, *args: Any, parts: tuple[int, ...] = ()) -> torch.Tensor:
+    def decode_gemm(x: torch.Tensor, *args: Any, parts: tuple[int, ...] = (), **_: Any) -> torch.Tensor:
         found.append(parts)
         return decode.decode_reference(x, *args)
 
     stand_in(decode, _MOST_ROWS=multiple, pays=lambda *_, **__: True, decode_gemm=decode_gemm)
-    stand_in(projection, project=lambda x, a: x @ a.t())
+    stand_in(projection, project=lambda x, a, beside: x @ a.t())
     stand_in(kernel_choice, kernel_of=lambda _: WGMMA)
     _fused(policy, stand_in)
     attention: Any = next(module for module in policy.model.modules() if hasattr(module, "q_proj"))

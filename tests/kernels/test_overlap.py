@@ -31,7 +31,10 @@ def test_targets_without_it(gpu: Callable[..., None]) -> None:
     overlapping.cache_clear()
 
 
-def _block(seed: int) -> Callable[[torch.Tensor, torch.Tensor, Callable[[], None]], tuple[torch.Tensor, torch.Tensor]]:
+Block = Callable[[torch.Tensor, torch.Tensor, Callable[[], None], bool], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _block(seed: int) -> Block:
     """A transformer's MLP with adapters of its own; `between` is called behind each kernel."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -46,43 +49,52 @@ def _block(seed: int) -> Callable[[torch.Tensor, torch.Tensor, Callable[[], None
     a, b, c, d = random(RANK, WIDTH), random(2 * INNER, RANK), random(RANK, INNER), random(WIDTH, RANK)
     scale = torch.ones(WIDTH, device="cuda")
 
-    def run(x: torch.Tensor, delta: torch.Tensor, between: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        x: torch.Tensor, delta: torch.Tensor, between: Callable[[], None], beside: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         x, h = add_norm(x, delta, scale, 1e-5)
         between()
-        low = project(h, a)
+        low = project(h, a, beside)
         between()
-        h = decode.decode_gemm(h, *gate_up, lora=(low, b, 0.5))
+        h = decode.decode_gemm(h, *gate_up, lora=(low, b, 0.5), beside=beside)
         between()
         h = swiglu(*h.split([INNER, INNER], dim=1))
         between()
-        low = project(h, c)
+        low = project(h, c, beside)
         between()
-        return x, decode.decode_gemm(h, *down, lora=(low, d, 0.5))
+        return x, decode.decode_gemm(h, *down, lora=(low, d, 0.5), beside=beside)
 
     return run
 
 
 @hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 40, 64])
-def test_replays_of_a_chain_are_what_waiting_in_between_gives(rows: int) -> None:
-    """200 replays of a graph of 24 kernels, on ten inputs; all that it writes was poisoned or is of another input."""
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("rows", [1, 40, 64, 200])
+def test_replays_of_a_chain_are_what_waiting_in_between_gives(rows: int, beside: bool) -> None:
+    """200 replays of a graph of 24 kernels, on ten inputs; all that it writes was poisoned or is of another input.
+
+    Matmuls beside x A^T give the bits of one kernel after the other.
+    """
     blocks = [_block(seed) for seed in range(BLOCKS)]
     generator = torch.Generator().manual_seed(rows)
     inputs = [torch.randn(2, rows, WIDTH, generator=generator).bfloat16().cuda() for _ in range(10)]
 
-    def chain(x: torch.Tensor, delta: torch.Tensor, between: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
+    def chain(
+        x: torch.Tensor, delta: torch.Tensor, between: Callable[[], None], beside: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         for block in blocks:
-            x, delta = block(x, delta, between)
+            x, delta = block(x, delta, between, beside)
             between()
         return x, delta
 
-    wanted = [torch.stack(chain(pair[0], pair[1], torch.cuda.synchronize)) for pair in inputs]
+    wanted = [torch.stack(chain(pair[0], pair[1], torch.cuda.synchronize, False)) for pair in inputs]
     assert all(bool(one.isfinite().all()) for one in wanted) and not torch.equal(wanted[0], wanted[1])
     static = torch.empty_like(inputs[0])
     graph = torch.cuda.CUDAGraph()
+    chain(static[0], static[1], lambda: None, beside)  # compiles
     with torch.cuda.graph(graph):
-        results = chain(static[0], static[1], lambda: None)
+        results = chain(static[0], static[1], lambda: None, beside)
     for replay in range(200):
         static.copy_(inputs[replay % 10])
         for result in results:

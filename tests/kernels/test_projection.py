@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qerl_kernels import projection, scratch
+from qerl_kernels import decode, projection, scratch
 from qerl_kernels.projection import pieces_of, project
 
 SIZES = ((1, 16, 8), (2, 200, 8), (17, 330, 33), (16, 1000, 96), (33, 4200, 16), (70, 64, 200))
@@ -74,3 +74,21 @@ def test_wrong_arguments_are_explained(interpreter: None) -> None:
 )
 def test_a_library_multiplies_where_it_was_faster(rows: int, width: int, rank: int, wanted: bool) -> None:
     assert projection.pays(torch.empty(rows, width), torch.empty(rank, width)) == wanted
+
+
+def test_only_hopper_multiplies_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the rows of the constant; of few rows also where a library computes x A^T faster."""
+    x, a = torch.empty(8, 256, dtype=torch.bfloat16), torch.empty(32, 256, dtype=torch.bfloat16)
+    assert not projection.runs_beside(x, a)
+    for kernel, wanted in ((decode.WGMMA, True), (decode.MMA_V2, False), (None, False)):
+        monkeypatch.setattr(projection, "kernel_of", lambda _, kernel=kernel: kernel)
+        assert projection.runs_beside(x, a) == wanted
+    monkeypatch.setattr(projection, "kernel_of", lambda _: decode.WGMMA)
+    wide = torch.empty(257, 18944)
+    assert projection.runs_beside(wide[:64], wide[:32]) and not projection.pays(wide[:64], wide[:32])
+    for rows, rank in ((65, 32), (64, 257)):  # a library's
+        assert not projection.runs_beside(wide[:rows], wide[:rank])
+    assert not projection.runs_beside(wide[:, :256], a)
+    for most, wanted in ((8, True), (7, False), (0, False)):
+        monkeypatch.setattr(projection, "BESIDE_ROWS", most)
+        assert projection.runs_beside(x, a) == wanted

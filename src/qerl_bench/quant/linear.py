@@ -17,7 +17,7 @@ import torch
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.packed_weight import PackedWeight, is_sharded, stored
 from qerl_core.checks import naming
-from qerl_kernels import decode, fp8, layout
+from qerl_kernels import decode, fp8, layout, projection
 from qerl_kernels.dequantize import dequantize
 from qerl_kernels.training_linear import Adapter, JoinedAdapters, down, packed_linear, plus_adapter
 
@@ -182,8 +182,7 @@ class PackedLinear(torch.nn.Linear):
             return self._kept[dtype]
         if self.multiplies_fp8:
             return fp8.dequantize(*self._fp8_weight(), dtype)
-        kernel_weight = self.kernel_weight
-        if kernel_weight is None or dtype != torch.bfloat16:
+        if (kernel_weight := self.kernel_weight) is None or dtype != torch.bfloat16:
             return self.operand(dtype)
         return dequantize(kernel_weight)
 
@@ -238,19 +237,20 @@ class PackedLinear(torch.nn.Linear):
 
     def _decode_gemm(self, weight: layout.KernelWeight, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
         """x (M, K) of a few tokens to (M, N), straight from the packed weight."""
-        scale: float | torch.Tensor
         if len(self.row_scales) == 1:
-            scale = self.output_scale
+            scale: float | torch.Tensor = self.output_scale
         else:
             scale = torch.empty(self.out_features, device=x.device)
             for rows, value in self.row_scales:
                 scale[rows] = value
         if adapter is None:
             return decode.decode_gemm(x, weight, scale, self.bias)
-        b, through = adapter.b.to(x.dtype), down(x, adapter.a.to(x.dtype))  # (N, r) and (M, r)
-        if b.shape[1] > decode.MAX_RANK * (len(adapter.parts) or 1):
-            return decode.decode_gemm(x, weight, scale, self.bias).addmm_(through, b.t(), alpha=adapter.scaling)
-        return decode.decode_gemm(x, weight, scale, self.bias, (through, b, adapter.scaling), parts=adapter.parts)
+        a, b, parts = adapter.a.to(x.dtype), adapter.b.to(x.dtype), adapter.parts  # (r, K) and (N, r)
+        if b.shape[1] > decode.MAX_RANK * (len(parts) or 1):
+            return decode.decode_gemm(x, weight, scale, self.bias).addmm_(down(x, a), b.t(), alpha=adapter.scaling)
+        beside = projection.runs_beside(x, a)  # then `decode_gemm` has to be the next call
+        lora = down(x, a, beside), b, adapter.scaling
+        return decode.decode_gemm(x, weight, scale, self.bias, lora, parts=parts, beside=beside)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, format={self.weight_format.name}"
