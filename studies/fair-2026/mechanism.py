@@ -28,6 +28,7 @@ from qerl_studies.design.design import read_design
 from qerl_studies.design.sessions import Sessions, read_sessions
 from qerl_studies.figures.noise import entropies, matched_temperature
 from qerl_studies.figures.style import save
+from qerl_studies.report.probe_page import times
 from qerl_studies.tables.markdown import markdown_table
 
 STUDY = Path(__file__).resolve().parent
@@ -46,7 +47,7 @@ SECOND_TABLE: Asked = {
     "nvfp4 - bf16, both in BF16": (minus("nvfp4", "bf16"), "sampled in bf16"),
     "random - bf16, both in BF16": (minus("random", "bf16"), "sampled in bf16"),
 }
-SHOWN = {"NVFP4": "nvfp4", "NVFP4, cooler": "nvfp4-cool", "random error": "random", "BF16, hotter": "bf16-hot"}
+SHOWN = {"BF16, hotter": "bf16-hot", "NVFP4": "nvfp4", "NVFP4, cooler": "nvfp4-cool", "random error": "random"}
 BESIDE = (("nvfp4", "bf16"), ("random", "bf16"), ("random", "nvfp4"), ("bf16-hot", "bf16"), ("nvfp4-cool", "nvfp4"))
 MARGIN = 0.023  # half of what NVFP4 cost before
 CLOSED, KL = (0.5, 1.5), (0.8, 1.25)  # of the gap in entropy, by a temperature; of NVFP4's KL, by the random error
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
     (HERE / "results").mkdir(exist_ok=True)
     page = words_page(HERE)  # refuses runs that are not the protocol's
     if not lacking(runs := read(HERE)):
-        save(gaps_figure(rows_of(runs), "bf16", SHOWN), HERE / "results" / "arms")
+        save(gaps_figure(rows_of(runs), "bf16", SHOWN, MARGIN), HERE / "results" / "arms")
     write_atomically(HERE / "results" / "words.md", page)
     print(HERE / "results" / "words.md")
 
@@ -133,7 +134,9 @@ def rows_of(read: Sessions) -> Table:
 
 def words_of(rows: Table, kl: float) -> list[str]:
     """What the page says of all runs; `kl` is that of the random error, before training, beside NVFP4's."""
-    shares = {arm: (share, CLOSED) for arm, share in closed(rows, "early").items()} | {"random": (kl, KL)}
+    raised = closed(rows, "early")
+    shares = {arm: (raised[arm], CLOSED) for arm in ("bf16-hot", "nvfp4-cool")} | {"random": (kl, KL)}
+    rise = times(effect(rows, minus("nvfp4", "bf16"), "early"))
     last = {arm: f"{share:.2f}" for arm, share in closed(rows, "entropy").items()}
     missed = {arm for arm, (share, (low, high)) in shares.items() if not low <= share <= high}
     lines = [
@@ -148,7 +151,8 @@ def words_of(rows: Table, kl: float) -> list[str]:
         "### Whether arms are what they are called",
         markdown_table(["arm", "share", "limits", "last 8 steps"], lines),
         "Of a temperature: the share of NVFP4's rise of entropy, in the first four steps; in the last 8 it has no "
-        "limit. Of `random`: KL beside NVFP4's.",
+        "limit. Of `random`: KL beside NVFP4's; of the rise it has "
+        f"{raised['random']:.2f} at first. NVFP4's entropy at first is {rise} of BF16's.",
         "### Without words",
         gaps(rows, [minus(arm, other) for arm, other in BESIDE]),
         levels(rows, SHARES),
@@ -157,9 +161,10 @@ def words_of(rows: Table, kl: float) -> list[str]:
 
 
 def closed(rows: Table, measure: str) -> dict[str, float]:
-    """What each temperature makes of NVFP4's rise of log entropy: 1 is all of it."""
+    """What each arm makes of NVFP4's rise of log entropy, or takes away from it: 1 is all of it."""
     mean = rows.groupby("arm")[measure].mean()
-    rises = {"bf16-hot": mean["bf16-hot"] - mean["bf16"], "nvfp4-cool": mean["nvfp4"] - mean["nvfp4-cool"]}
+    rises = {arm: mean[arm] - mean["bf16"] for arm in ("bf16-hot", "random")}
+    rises["nvfp4-cool"] = mean["nvfp4"] - mean["nvfp4-cool"]
     return {arm: rise / (mean["nvfp4"] - mean["bf16"]) for arm, rise in rises.items()}
 
 

@@ -28,6 +28,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from rates_analysis.contrasts import (
+    MARGIN,
     PAIRS,
     RATES,
     Contrast,
@@ -87,7 +88,7 @@ SENTENCES = {
 FALLS = "the old headline was of nearest rounding and one rate, and falls for this model"
 SENTENCES |= dict.fromkeys(("higher", "no difference beyond the margin"), FALLS)
 SHOWN = {"NVFP4, nearest": "nvfp4", "NVFP4, four-six": "four-six"}  # arms of the figure
-ANSWERED = {"late": "answered in the format trained in", "sampled in bf16": "all answered in BF16"}
+ANSWERED = {"late": "each in its own format, late", "sampled in bf16": "all in BF16, after the last step"}
 OLDER_HEADS = ("contrast", "least squares", "with older references")
 
 
@@ -101,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
     for size, read in sizes.items():
         if is_whole(read, options.ended):
             treated = {name: own_best(read.rows, kind) for name, kind in SHOWN.items()}
-            figure = gaps_figure(read.rows, own_best(read.rows, "bf16"), treated)
+            figure = gaps_figure(read.rows, own_best(read.rows, "bf16"), treated, MARGIN)
             save(figure, HERE / "results" / DESIGNS[size][0])
     write_atomically(HERE / "results" / "words.md", page)
     print(HERE / "results" / "words.md")
@@ -297,10 +298,10 @@ def per_cent(values: np.ndarray) -> str:
 # --- figure ----------------------------------------------------------------------------------------------------------
 
 
-def gaps_figure(rows: Table, control: str, treated: Mapping[str, str]) -> Figure:
+def gaps_figure(rows: Table, control: str, treated: Mapping[str, str], margin: float) -> Figure:
     """Arms `treated`, by their labels, minus the `control`, each answering in its own format, and all in BF16."""
     with paper_style():
-        figure, (axes,) = panels(1, 2, height=0.7 + 0.4 * len(treated), width=FULL_WIDTH, sharex=True, sharey=True)
+        figure, (axes,) = panels(1, 2, height=1 + 0.4 * len(treated), width=FULL_WIDTH, sharex=True, sharey=True)
         for ax, (measure, label) in zip(axes, ANSWERED.items(), strict=True):
             shares = rows.pivot(index="copy", columns="arm", values=measure)
             for y, arm in enumerate(treated.values()):
@@ -310,9 +311,12 @@ def gaps_figure(rows: Table, control: str, treated: Mapping[str, str]) -> Figure
                 error = 100 * np.array([[found.value - found.low], [found.high - found.value]])
                 ax.errorbar(100 * found.value, y, xerr=error, color=of, marker="o", markersize=4)
             ax.axvline(0, color=GRAY, linewidth=0.8)
-            ax.set_xlabel(f"minus BF16, points\n{label}")
+            ax.axvspan(-100 * margin, 100 * margin, color=GRAY, alpha=0.12, linewidth=0)
+            ax.set_title(label)
+            ax.set_xlabel("right answers minus BF16's, points")
         axes[0].set_yticks(range(len(treated)), [*treated])
         axes[0].set_ylim(len(treated) - 0.4, -0.5)
+        figure.supxlabel("small dot: a copy; bar: 95 %; shaded: the margin", fontsize="small")
         return figure
 
 
