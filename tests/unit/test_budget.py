@@ -10,7 +10,8 @@ import math
 import random
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -256,6 +257,7 @@ def test_the_policies_of_a_copy_are_given_back_before_the_next_is_built(
         ("copy=0", "copy is one of copies, from 0: copy=0 with copies=0 is none"),
         ("budget=weights formats=bf16,nvfp4 copies=2 copy=2", "copy=2 with copies=2 is none"),
         ("budget=weights formats=bf16,nvfp4 copies=2", "give one, model=FILE.gguf, or leave copies out"),
+        ("budget=weights formats=bf16,nvfp4 copies=2 model.dither=7", "leave model.dither out"),
         ("budget=keys formats=bf16,nvfp4 rollout.kv=none", r"takes no rollout\.kv"),
         ("budget=weights formats=bf16,nvfp4 train.kv=fp8", r"takes no train\.kv: .*budget=keys,values"),
         ("budget=weights formats=bf16,nvfp4 aqn.sigma_start=0.5", "takes no aqn: a budget has no noise"),
@@ -268,9 +270,22 @@ def test_what_cannot_be_measured_is_refused(words: str, message: str, tmp_path: 
         main([*WORDS, *words.split(), f"out={tmp_path}"])
 
 
-def test_the_command_writes_the_page_of_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_page_of_what_it_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one go, under a lock, for a process that measured the same writes it too."""
+    found: list[bool] = []
+
+    @contextmanager
+    def locked(path: Path, _: str) -> Iterator[None]:
+        found.append((path.parent / "budget.json").exists())
+        yield
+        found.append((path.parent / "budget.svg").exists() and not [*tmp_path.glob("parts-*")])
+
+    monkeypatch.setattr("qerl_bench.commands.probe.wait_for_lock", locked)
     words = (*WORDS, "task.max_completion_tokens=5", "formats=bf16,nvfp4", "questions=2", "samples=1")
     main([*words, "budget=weights,keys", f"root={tmp_path}", f"out={tmp_path}"])
+    assert found == [False, True]
     record = json.loads((tmp_path / "budget.json").read_text())
     (cells,) = record["copies"].values()
     assert set(cells) == {NOTHING, "weights", "keys", "weights+keys"}

@@ -71,7 +71,9 @@ def test_the_longest_common_sequence_is_that_of_all_choices() -> None:
 @pytest.mark.parametrize("text", ["", "2+2=?"])
 def test_a_question_that_cannot_be_cut_is_refused(text: str) -> None:
     prompt = Prompt(id="a", messages=(), answer="4", question=text)
-    task: Any = SimpleNamespace(name="sums", train_prompts=lambda *_: [prompt], eval_prompts=lambda _: [prompt])
+    task: Any = SimpleNamespace(
+        name="sums", train_prompts=lambda *_: [prompt], eval_prompts=lambda _: [prompt], stored_prompts=list
+    )
     with pytest.raises(ConfigError, match=r"contamination=4.*task=sums"):
         questions(task, 4)
 

@@ -21,6 +21,7 @@ import pytest
 
 from qerl_bench.config import build, compose
 from qerl_bench.config import spec as build_spec
+from qerl_bench.probe.measure import training_questions
 from qerl_bench.sweep.check import check
 from qerl_bench.task import datafile, sources
 from qerl_bench.task.datafile import epoch_order, read_rows, training_indices
@@ -161,6 +162,13 @@ def test_eval_prompts_are_the_test_file_in_order(tiny: DatasetTask) -> None:
     for count in (0, 5):
         with pytest.raises(ConfigError, match=f"has 4 test questions, got count={count}"):
             tiny.eval_prompts(count)
+
+
+def test_a_probe_asks_no_stored_question_twice(tiny: DatasetTask) -> None:
+    """Where questions are drawn, intervals over them would be too narrow; a task that generates has none stored."""
+    assert len({prompt.id for prompt in training_questions(tiny, 8)}) == 8
+    with pytest.raises(ConfigError, match=r"contamination=9.*has 8 training questions.*give contamination=8 at most"):
+        training_questions(tiny, 9, "contamination")
 
 
 def test_train_prompts_follow_the_epoch_order(tiny: DatasetTask) -> None:

@@ -35,6 +35,7 @@ from qerl_core.process.arguments import KeyValueParser, output_folder, unwritabl
 from qerl_core.process.cards import require_gpu
 from qerl_core.process.terminal import log_to_stderr
 from qerl_core.rundir.durable import write_atomically
+from qerl_core.rundir.locks import Lock, wait_for_lock
 from qerl_studies.probes.advice import advice
 from qerl_studies.probes.budget import NAMES
 from qerl_studies.probes.page import markdown
@@ -126,11 +127,12 @@ def main(arguments: list[str]) -> None:
     record, rows, parts = probe(experiments, options, "task.answer_format" in keys_of(words), out)
     record = {"words": words, **record}
     record["advice"] = advice(record)
-    write_atomically(out / "probe.json", json.dumps(record, indent=1))
-    write_atomically(out / "probe.md", text := markdown(record))
-    parquet.write_table(rows, out / "answers.parquet", compression="zstd")
-    write_atomically(out / "probe.html", model_page(record, rows.to_pylist()))
-    parts.drop()
+    with written_by_one(out):
+        write_atomically(out / "probe.json", json.dumps(record, indent=1))
+        write_atomically(out / "probe.md", text := markdown(record))
+        parquet.write_table(rows, out / "answers.parquet", compression="zstd")
+        write_atomically(out / "probe.html", model_page(record, rows.to_pylist()))
+        parts.drop()
     print(text, *(out / name for name in ("probe.html", "probe.md", "probe.json", "answers.parquet")), sep="\n")
 
 
@@ -144,12 +146,18 @@ def budget(options: Any, words: Sequence[str]) -> None:
     if options.copy is not None:
         print(f"copy={options.copy} is measured. When all copies are, the same command without copy= writes the page")
         return
-    write_atomically(out / "budget.json", json.dumps(record, indent=1))
-    write_atomically(out / "budget.csv", budget_page.table(record))
-    write_atomically(out / "budget.md", text := budget_page.markdown(record))
-    save(budget_page.figure(record), out / "budget")
-    parts.drop()
+    with written_by_one(out):
+        write_atomically(out / "budget.json", json.dumps(record, indent=1))
+        write_atomically(out / "budget.csv", budget_page.table(record))
+        write_atomically(out / "budget.md", text := budget_page.markdown(record))
+        save(budget_page.figure(record), out / "budget")
+        parts.drop()
     print(text, *(out / f"budget.{kind}" for kind in ("md", "svg", "csv", "json")), sep="\n")
+
+
+def written_by_one(out: Path) -> Lock:
+    """Of processes that measured the same, each writes its results by itself."""
+    return wait_for_lock(out / ".writing.lock", f"the writing of {out}")
 
 
 def parse_options(arguments: Sequence[str]) -> tuple[Any, list[str]]:
@@ -181,6 +189,10 @@ def check(options: Any, words: Sequence[str]) -> None:
     require(
         options.copy is None or 0 <= options.copy < options.copies,
         f"copy is one of copies, from 0: copy={options.copy} with copies={options.copies} is none",
+    )
+    require(
+        not options.copies or "model.dither" not in keys_of(words),
+        "copies are model.dither=0, 1 and so on: leave model.dither out, or copies",
     )
     require(options.contamination != 1, "contamination must be 0 or at least 2 questions of each part, got 1")
     for sigma in options.sigmas:

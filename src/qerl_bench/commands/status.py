@@ -81,7 +81,7 @@ def summary(runs: list[Status]) -> str:
     """How many runs there are of each state, and about how long all will take with as many at a time as now."""
     counts = Counter(status.state for status in runs)
     if not runs:
-        return "0 runs: a run is a folder with a config.yaml; what a committed study found: qerl-bench report STUDY"
+        return "0 runs: a run is a folder with a config.yaml; what a study packed: qerl-bench report STUDY"
     counted = f"{len(runs)} runs" + "".join(f", {counts[name]} {name}" for name in sorted(counts))
     paces = [status.step_s for status in runs if status.step_s]
     sizes = [status.steps for status in runs if status.steps] or [0]

@@ -13,6 +13,7 @@ from functools import partial
 
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.model.policy import Policy
+from qerl_bench.probe.measure import training_questions
 from qerl_bench.probe.parts import Keep
 from qerl_bench.task.base import Task
 from qerl_bench.task.chat_template import plain_ids
@@ -35,7 +36,7 @@ def questions(task: Task, count: int) -> dict[str, list[str]]:
     if count == 0:
         return {}
     draw = random.Random(derive("contamination"))
-    train, test = task.train_prompts(1, count, derive("probe")), task.eval_prompts(count)
+    train, test = training_questions(task, count, "contamination"), task.eval_prompts(count)
     generated = [random_problem(draw, STEPS, DISTRACTORS, MAX_NUMBER).question for _ in range(count)]
     asked = {"training part": [one.question for one in train], "test part": [one.question for one in test]}
     require(

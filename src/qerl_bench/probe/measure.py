@@ -23,6 +23,7 @@ from qerl_bench.probe.drafting import drafting
 from qerl_bench.probe.parts import Keep, anew, kept_answers
 from qerl_bench.task.base import Task
 from qerl_bench.train.spec import TrainSpec
+from qerl_core.checks import require
 from qerl_core.process.device import reset_peak
 from qerl_core.process.progress import bar, phase
 from qerl_core.records import Prompt, Rollout
@@ -52,7 +53,18 @@ class ProbePlan:
         """The questions, the same in all formats: such as RL could draw, or the held-out ones."""
         if self.split == "held_out":
             return task.eval_prompts(self.questions)
-        return task.train_prompts(1, self.questions, derive("probe"))
+        return training_questions(task, self.questions)
+
+
+def training_questions(task: Task, count: int, option: str = "questions") -> list[Prompt]:
+    """`count` questions such as RL could draw, each once. Raises ConfigError if the task stores fewer."""
+    stored = len(task.stored_prompts())
+    require(
+        not stored or count <= stored,
+        f"{option}={count}, and task={task.name} has {stored} training questions: one asked twice says nothing new, "
+        f"so give {option}={stored} at most",
+    )
+    return task.train_prompts(1, count, derive("probe"))
 
 
 @dataclass(kw_only=True)

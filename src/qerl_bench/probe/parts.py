@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from qerl_bench.probe.answers import AnswerSet, sample_answers
 from qerl_bench.task.base import Task
 from qerl_core.process.device import peak_gib
 from qerl_core.records import Prompt, Rollout
-from qerl_core.rundir.durable import write_atomically
+from qerl_core.rundir.durable import remove, write_atomically
 
 log = logging.getLogger(__name__)
 PAGE = "probe.md"
@@ -62,7 +61,7 @@ class Parts:
 
     def drop(self) -> None:
         """Delete all parts, so that the next probe measures anew."""
-        shutil.rmtree(self.folder)
+        remove(self.folder)  # unless a process that measured the same has done so
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name.replace('/', '_')}.json"

@@ -118,8 +118,8 @@ class DatasetTask(PromptTask):
         rows = self._eval_rows
         if count is not None and not 1 <= count <= len(rows):
             raise TooFew(
-                f"task={self.name} has {len(rows)} test questions, got count={count}; set eval.questions to 1 to "
-                f"{len(rows)}, or null = all"
+                f"task={self.name} has {len(rows)} test questions, got count={count}; set eval.questions (of "
+                f"a probe: questions) to 1 to {len(rows)}, or null = all"
             )
         return [self._prompt("test", row) for row in rows[:count]]
 
