@@ -618,7 +618,7 @@ def test_json_lines_are_split_at_newlines_alone(tmp_path: Path) -> None:
     text = f"one{ENDS}two"
     written = json.dumps({"text": text}, ensure_ascii=False).replace("\x7f", "") + "\n"
     file.write_text("\ufeff" + written * 3, encoding="utf-8")
-    assert [row["text"] for row in read_rows(file)] == [text] * 3
+    assert [row["text"] for row in read_rows(file).values()] == [text] * 3
     from qerl_bench.model.byte_tokenizer import byte_tokenizer
 
     tokenizer, task = byte_tokenizer(), None

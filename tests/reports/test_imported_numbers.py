@@ -88,6 +88,6 @@ def test_a_share_is_no_percentage_and_a_part_is_one_of_its_n(value: float, n: in
 @pytest.mark.parametrize("cell", ["4_5", "0,45", "45 %", "1e", "0x1p3", "--", "n/a", "½", "1 000"])
 def test_a_cell_that_programs_read_differently_is_refused_by_its_line(cell: str, tmp_path: Path) -> None:
     cells = dict(zip(COLUMNS, map(str, vars(ROW).values()), strict=True)) | {"n": "", "value": f'"{cell}"'}
-    (tmp_path / "t.csv").write_text(f"{','.join(COLUMNS)}\n{','.join(cells.values())}\n")
-    with pytest.raises(ConfigError, match="line 2: value must be a number"):
+    (tmp_path / "t.csv").write_text(f'{",".join(COLUMNS)},"\n"\n{",".join(cells.values())},\n')
+    with pytest.raises(ConfigError, match="line 3: value must be a number"):
         [*read_rows(tmp_path / "t.csv")]

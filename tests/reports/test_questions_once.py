@@ -126,7 +126,7 @@ def test_copies_with_two_answers_are_refused(tmp_path: Path) -> None:
     task = spec(compose(task_of(tmp_path, [QUESTION, COPIES[1]], ["10", "10.0"])), "task")
     assert len(held_out(task, None)) == 1
     task = spec(compose(task_of(tmp_path, [*OTHERS, QUESTION, COPIES[1]], ["1", "2", "3", "10", "11"])), "task")
-    with pytest.raises(ConfigError, match=r"lines 4 and 5 .* '10' and '11'"):
+    with pytest.raises(ConfigError, match=r"line 4 and line 5 .* '10' and '11'"):
         held_out(task, None)
 
 

@@ -174,6 +174,12 @@ def test_what_is_missing_is_not_tested(tmp_path: Path) -> None:
     runs = [load_run(path) for path in shown_runs([tmp_path / "one" / "study"])]
     (found,) = conformity(read_reference(NAMES[0]), runs, (), "bf16")
     assert found.word == "not tested" and "answers" in found.reason
+    file = tmp_path / "one/study/reported.csv"
+    file.write_text(text := file.read_text().replace(",40,", ",0,"))
+    assert "no number" in asked(file.parent).reason
+    file.write_text(text.replace("reward/mean", "eval/accuracy_sampled"))
+    with pytest.raises(ConfigError, match="0 is before"):
+        MEASURES["final"].metric(load_run(shown_runs([file.parent])[0]))
 
 
 def test_bf16_of_another_setting_is_not_judged() -> None:

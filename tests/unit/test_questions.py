@@ -72,7 +72,7 @@ def problem(question: str, gold: str) -> dict[str, str]:
 def test_rows_come_in_file_order(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"a": "1", "b": 2}\r\n{"a": "x\\u2028y\xe2\x80\xa8z", "c": null}')
-    assert read_rows(path) == [{"a": "1", "b": 2}, {"a": "x\u2028y\u2028z", "c": None}]
+    assert [*read_rows(path).values()] == [{"a": "1", "b": 2}, {"a": "x\u2028y\u2028z", "c": None}]
 
 
 @pytest.mark.parametrize(
@@ -731,21 +731,23 @@ def test_what_no_word_mends_ends_the_search(tmp_path: Path) -> None:
 def test_csv_and_parquet_are_the_same_questions(tmp_path: Path, kind: str) -> None:
     """With commas, quotes and line breaks; all of GSM8K where it is there."""
     real = Path(os.environ.get("QERL_DATA", ""), "gsm8k_train.jsonl")
-    rows = read_rows(real if real.is_file() else TINY)
+    rows = [*read_rows(real if real.is_file() else TINY).values()]
     rows[0]["question"] = '\u00e9, "two"\nlines'
     frame = pd.DataFrame(rows)
     file = tmp_path / f"train.{kind.upper()}"
     frame.to_csv(file, index=False) if kind == "csv" else frame.to_parquet(file)
-    assert read_rows(file) == rows
+    assert [*read_rows(file).values()] == rows
     words = ["task=gsm8k", f"task.eval_file={write(tmp_path / 'b', problem('Who?', '1'))}"]
     own = replace(task(*words), train_file=str(file)).rows("train")
     assert own == replace(task(*words), train_file=str(write(tmp_path / "a", *rows))).rows("train")
+    assert own[1].place == ("row 2" if kind == "parquet" else f"line {3 + ''.join(rows[0].values()).count(chr(10))}")
 
 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
         ("a.csv", b"question,answer\n1,2,3\n", "line 2: 3 values, and the first line names 2"),
+        ("a.csv", b'a,b\n"1\n2",3\n"4\n5"\n', "line 4: 1 values"),
         ("a.csv", b"question,answer\n", "has no row"),
         ("a.csv", b"", "has no row"),
         ("a.csv", b"a,a\n1,2\n", "two columns have one name"),

@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -274,6 +275,10 @@ def test_two_runs_differ_in_an_option_and_in_numbers(root: Path, capsys: pytest.
     found = re.search(r"^reward/mean +(\S+) +(\S+) +(\S+)", said, re.M)
     assert found is not None and float(found[3]) == pytest.approx(values[0] - values[1], abs=1e-3) != 0
     assert "One pair" in said and "run --explain NAME" in said
+    config = runs[0].config
+    rounded = replace(runs[0], config=config | {"quant": config["quant"] | {"activations": "fp8"}})
+    rows = compare.option_rows(*({run.cell: run} for run in (rounded, runs[1])))
+    assert [row[0] for row in rows] == ["quant.name", "quant.activations"]
 
 
 def test_arms_have_paired_intervals(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,7 +82,7 @@ def assert_scores(task, rows: list[dict[str, str]]) -> tuple[float, float]:
 def test_gold_solutions_score_one_and_shifted_ones_zero(tmp_path):
     from qerl_bench.task.datafile import read_rows
 
-    rows = read_rows(str(ASSET))
+    rows = [*read_rows(str(ASSET)).values()]
     train = tmp_path / "train.jsonl"
     train.write_text('{"question": "What is one and one?", "answer": "1+1=2\\n#### 2"}\n')
     task = gsm8k(train, ASSET)
@@ -97,7 +97,7 @@ def test_the_official_test_set_scores_one_and_shifted_about_zero():
     from qerl_bench.task.datafile import read_rows
 
     test = Path(folder) / "gsm8k_test.jsonl"
-    rows = read_rows(str(test))
+    rows = [*read_rows(str(test)).values()]
     assert len(rows) == 1319
     _, shifted = assert_scores(gsm8k(Path(folder) / "gsm8k_train.jsonl", test), rows)
     assert shifted == 15 / 1319  # neighbours whose answers are truly equal

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,12 @@ def grade_file(task: Task, file: str) -> list[dict[str, Any]]:
     by_id |= {id: by_id[first] for id, first in _copies(task).items()}
     by_question = {task.normalize(prompt.question): prompt for prompt in prompts if prompt.question}
     by_question |= {prompt.question: prompt for prompt in prompts if prompt.question}
-    lines: dict[tuple[str, int], int] = {}
+    places: dict[tuple[str, int], str] = {}
     lenient = isinstance(task, PromptTask)
     rows = []
-    for line, entry in enumerate(read_rows(file), start=1):
-        where = f"{file}, line {line}"
+    for place, entry in read_rows(file).items():
+        where = f"{file}, {place}"
+        entry = _from_text(entry) if file.lower().endswith(".csv") else entry
         prompt = _prompt(entry, by_id, by_question, f"{where}: ", task)
         id = str(entry.get("id") or prompt.id)
         text, sample, finished = entry.get("completion"), entry.get("sample", 0), _finished(entry, where)
@@ -78,16 +80,16 @@ def grade_file(task: Task, file: str) -> list[dict[str, Any]]:
             isinstance(finished, bool),
             f"{where}: finished must be true, or false for a completion that was cut off, got {finished!r}",
         )
-        earlier = lines.setdefault((id, sample), line)
+        earlier = places.setdefault((id, sample), place)
         require(
-            earlier == line,
-            f"{where}: {id} is already completed on line {earlier}; keep one of the two, or give each "
+            earlier == place,
+            f"{where}: {id} is already completed on {earlier}; keep one of the two, or give each "
             "completion of a question a different 'sample': 0, 1, ...",
         )
         reward = reward_of(task, prompt, str(text), finished)
         rows.append(
             {
-                "line": line,
+                "line": int(place.split()[1]),
                 "id": id,
                 "sample": sample,
                 "gold": prompt.answer,
@@ -125,6 +127,15 @@ def totals(task: Task, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "format_failed": mean([float(row["answer"] is None) for row in rows]),
         "means": {key: mean([row[key] for row in rows]) for key in columns},  # over completions
     }
+
+
+def _from_text(entry: dict[str, Any]) -> dict[str, Any]:
+    """A row of CSV, whose values are text, with numbers and true or false read; what is empty is missing."""
+    row = {key: value for key, value in entry.items() if value or key == "completion"}
+    for key in row.keys() & {"sample", "finished"}:
+        with suppress(ValueError, RecursionError):
+            row[key] = json.loads(row[key].lower())
+    return row
 
 
 def _finished(entry: dict[str, Any], where: str) -> Any:

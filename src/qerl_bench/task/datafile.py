@@ -17,8 +17,9 @@ from qerl_core.checks import ConfigError, require
 from qerl_core.seeding import derive
 
 
-def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a file, of JSON Lines row i in line i + 1. Values of CSV are text, and its first row names columns.
+def read_rows(path: str | Path) -> dict[str, dict[str, Any]]:
+    """The rows of a file by the line where each begins, `line 2`; of Parquet, which has none, by `row 1` and so on.
+    Values of CSV are text, and its first row names columns.
 
     Raises ConfigError, with the line number, if the file is missing, unreadable, empty or not UTF-8, if a line is blank
     or not a JSON object, or a row of CSV has other columns than the first; and for what is no Parquet.
@@ -35,24 +36,26 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
         ) from error
     if (kind := Path(path).suffix.lower()) in READERS:
         rows = READERS[kind](data, str(path))
-        require(rows != [], f"the data file {path} has no row; it needs one for each question")
+        require(bool(rows), f"the data file {path} has no row; it needs one for each question")
         return rows
     lines = data.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n")
     require(lines != [b""], f"the data file {path} is empty; it needs one JSON object per line")
-    return [_row(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    return {f"line {n}": _row(line, f"{path}, line {n}") for n, line in enumerate(lines, start=1)}
 
 
-def _csv_rows(data: bytes, where: str) -> list[dict[str, Any]]:
+def _csv_rows(data: bytes, where: str) -> dict[str, dict[str, Any]]:
     try:
         reader = csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True)
-        columns, rows = next(reader, []), []
+        columns, rows = next(reader, []), {}
+        line = reader.line_num + 1
         for values in reader:
             require(
                 len(values) == len(columns),
-                f"{where}, line {reader.line_num}: {len(values)} values, and the first line names {len(columns)} "
+                f"{where}, line {line}: {len(values)} values, and the first line names {len(columns)} "
                 "columns; a value with commas or line breaks stands in quotes",
             )
-            rows.append(dict(zip(columns, values, strict=True)))
+            rows[f"line {line}"] = dict(zip(columns, values, strict=True))
+            line = reader.line_num + 1
     except (ValueError, csv.Error) as error:  # not UTF-8, or quotes that do not end
         if isinstance(error, ConfigError):
             raise
@@ -61,12 +64,13 @@ def _csv_rows(data: bytes, where: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _parquet_rows(data: bytes, where: str) -> list[dict[str, Any]]:
+def _parquet_rows(data: bytes, where: str) -> dict[str, dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
     try:
-        return parquet.read_table(pa.BufferReader(data)).to_pylist()
+        rows = parquet.read_table(pa.BufferReader(data)).to_pylist()
+        return {f"row {n}": row for n, row in enumerate(rows, start=1)}
     except (pa.ArrowException, OSError, ValueError) as error:
         raise ConfigError(f"{where}: not a Parquet file ({str(error).partition(chr(10))[0]})") from error
 

@@ -186,10 +186,10 @@ class DatasetTask(PromptTask):
         for row in self._read_rows:
             kept = first.setdefault(self.normalize(row.question), row)
             if kept is not row:
-                copies.append(f"line {row.line} = line {kept.line}")
+                copies.append(f"{row.place} = {kept.place}")
                 require(
                     self.grader.equal(kept.gold, row.gold),
-                    f"task={self.name}: lines {kept.line} and {row.line} of {self.eval_file or 'the test part'} are "
+                    f"task={self.name}: {kept.place} and {row.place} of {self.eval_file or 'the test part'} are "
                     "one question with two answers, "
                     f"{kept.gold[:40]!r} and {row.gold[:40]!r}; keep the right one",
                 )
@@ -216,8 +216,7 @@ class DatasetTask(PromptTask):
         if not leaked:
             return rows
         examples = "; ".join(
-            f"train line {row.line} = test line {twin.line}: {row.question[:60]!r}"
-            for row, twin in leaked[:MAX_EXAMPLES]
+            f"train {row.place} = test {twin.place}: {row.question[:60]!r}" for row, twin in leaked[:MAX_EXAMPLES]
         )
         summary = f"{len(leaked)} of {len(rows)} training questions of task={self.name} are also in its test split"
         require(

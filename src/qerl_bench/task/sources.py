@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ USUAL = {  # what others call the columns
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionRow:
-    line: int  # from 1, within its split
+    line: int  # from 1, within its split: the number of the row
+    place: str = field(compare=False)  # in its file: line 3, or row 2 of Parquet and the hub
     question: str
     answer: str  # the answer column, unchanged
     reasoning: str  # the worked solution in it; may be empty
@@ -69,22 +70,23 @@ class QuestionSource:
         """
         where = str(file) if file is not None else f"{self.dataset_id}, split {self.split}"
         if file is not None:
-            raw = _file_rows(str(Path(file).resolve()))
+            placed = _file_rows(str(Path(file).resolve()))
         else:
-            raw = _hub_rows(self.dataset_id, self.config, self.revision, self.split, remedy)
+            placed = _hub_rows(self.dataset_id, self.config, self.revision, self.split, remedy)
+        raw = [*placed.values()]
         known = {column for row in raw for column in row}
         question, answer = self._columns(raw, key, where)
         id = next((name for name in self.id if name in known), None)
-        lines: dict[str, int] = {}
+        places: dict[str, str] = {}
         rows: list[QuestionRow] = []
         faults: dict[str, list[str]] = defaultdict(list)
-        for line, row in enumerate(raw, start=1):
+        for line, (place, row) in enumerate(placed.items(), start=1):
             try:
                 if id is not None:
-                    _check_id(_text(row, id), line, lines)
-                rows.append(self._row(line, _text(row, question), _text(row, answer), grader))
+                    _check_id(_text(row, id), place, places)
+                rows.append(self._row(line, place, _text(row, question), _text(row, answer), grader))
             except _BadRow as fault:
-                faults[fault.kind].append(f"line {line}{fault.detail}")
+                faults[fault.kind].append(f"{place}{fault.detail}")
         if faults:
             kinds = [
                 f"{len(cases)} with {kind} ({'; '.join(cases[:MAX_EXAMPLES] + ['...'] * (len(cases) > MAX_EXAMPLES))})"
@@ -124,7 +126,7 @@ class QuestionSource:
     def _without_marker(self) -> str:
         return f"no {self.marker} before the final answer"
 
-    def _row(self, line: int, question: str, answer: str, grader: Grader | None) -> QuestionRow:
+    def _row(self, line: int, place: str, question: str, answer: str, grader: Grader | None) -> QuestionRow:
         question = question.strip()
         if self.instruction_line is not None:
             question = question.removesuffix(self.instruction_line).rstrip()
@@ -139,7 +141,9 @@ class QuestionSource:
             raise _BadRow("an empty answer", "")
         if grader is not None and not grader.is_readable(gold.strip()):
             raise _BadRow("an answer that no completion can equal", f": {gold.strip()[:40]!r}")
-        return QuestionRow(line=line, question=question, answer=answer, reasoning=reasoning.strip(), gold=gold.strip())
+        return QuestionRow(
+            line=line, place=place, question=question, answer=answer, reasoning=reasoning.strip(), gold=gold.strip()
+        )
 
 
 class Refused(ConfigError):
@@ -170,9 +174,9 @@ def _text(row: dict[str, Any], column: str) -> str:
     return str(value)
 
 
-def _check_id(id: str, line: int, lines: dict[str, int]) -> None:
-    if lines.setdefault(id, line) != line:
-        raise _BadRow("the id of another row", f" and line {lines[id]}: {id[:40]!r}")
+def _check_id(id: str, place: str, places: dict[str, str]) -> None:
+    if places.setdefault(id, place) != place:
+        raise _BadRow("the id of another row", f" and {places[id]}: {id[:40]!r}")
 
 
 def _likely(missing: Sequence[str], left: Sequence[str], raw: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -189,14 +193,14 @@ def _likely(missing: Sequence[str], left: Sequence[str], raw: Sequence[Mapping[s
 
 
 @lru_cache(maxsize=8)
-def _file_rows(path: str) -> tuple[dict[str, Any], ...]:
-    return tuple(read_rows(path))
+def _file_rows(path: str) -> dict[str, dict[str, Any]]:
+    return read_rows(path)
 
 
 @lru_cache(maxsize=8)
 def _hub_rows(
     dataset_id: str, config: str | None, revision: str | None, split: str, remedy: str
-) -> tuple[dict[str, Any], ...]:
+) -> dict[str, dict[str, Any]]:
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -210,6 +214,6 @@ def _hub_rows(
             f"could not load the {split} split of {dataset_id} (config {config or 'default'}, revision "
             f"{revision or 'newest'}) from the hub: {error}; check the network and the names, or {remedy}"
         ) from error
-    rows = tuple(dict(row) for row in raw)
+    rows = {f"row {n}": dict(row) for n, row in enumerate(raw, start=1)}
     require(bool(rows), f"the {split} split of {dataset_id} is empty; {remedy}")
     return rows

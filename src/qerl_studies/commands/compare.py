@@ -25,7 +25,7 @@ import pandas as pd
 
 from qerl_core.checks import require
 from qerl_core.metrics.definitions import definitions
-from qerl_core.options.fingerprint import flat, scientific
+from qerl_core.options.fingerprint import ADDED_LATER, flat, scientific
 from qerl_core.process.arguments import KeyValueParser, output_folder
 from qerl_studies.design.looks import shown_runs
 from qerl_studies.figures.headline import (
@@ -128,14 +128,14 @@ def comparison(names: tuple[str, str], first: Arm, second: Arm) -> str:
 def option_rows(first: Arm, second: Arm) -> list[tuple[str, ...]]:
     """Config keys that decide numbers, base, seed and machine, with their values where the arms differ.
 
-    Keys that only one of two options has come with the option, and are left out.
+    Keys that only one of two options has come with the option, and are left out, but for what was added to it.
     """
     columns = [_options(arm) for arm in (first, second)]
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [(key, *(", ".join(column.get(key, ("-",))) for column in columns)) for key in keys]
     differ = [row for row in rows if row[1] != row[2] and not row[0].endswith("_target_")]
     axes = {row[0].removesuffix("name") for row in differ if row[0].endswith(".name")}
-    return [row for row in differ if "-" not in row[1:] or not row[0].startswith((*axes,))]
+    return [row for row in differ if row[0] in ADDED_LATER or "-" not in row[1:] or not row[0].startswith((*axes,))]
 
 
 def _options(arm: Arm) -> dict[str, tuple[str, ...]]:

@@ -60,7 +60,8 @@ def read_wide(
     require(not missing, f"{file} has no column {', '.join(missing)}: it has {', '.join(heads)[:300]}")
     rows = []
     with file.open(newline="", encoding="utf-8-sig") as lines:
-        for number, line in enumerate(csv.DictReader(lines, strict=True), start=2):
+        reader = csv.DictReader(lines, strict=True)
+        for line in reader:
             for column, name, text in parts:
                 cells = {
                     **{key: given[key] for key in ("study", "model", "task")},
@@ -68,7 +69,7 @@ def read_wide(
                     **{"metric": name, "question": "", "value": line[column] or "", "n": "", "definition": text},
                     "source": file.name,
                 }
-                rows.append(row_of(cells, f"{file}, line {number}, {column}"))
+                rows.append(row_of(cells, f"{file}, line {reader.line_num}, {column}"))
     notes = [f"one number a run, at step {step}: nothing is known of the steps before", "options of arms are not known"]
     return rows, About(tool, {row.arm: {} for row in rows}, {}, notes)
 

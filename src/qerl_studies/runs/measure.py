@@ -118,9 +118,9 @@ class Measure:
 
 
 def training_curve(run: Run, metric: str) -> pd.Series:
-    """A training metric by step. Raises ConfigError if the run wrote no number of it."""
+    """A training metric by step. Raises ConfigError if the run wrote no number of it from step 1 on."""
     values = run.series("train", metric)
-    require(bool(values.notna().any()), f"{run.name} has no number of the metric {metric}")
+    require(bool(values.loc[1:].notna().any()), f"{run.name} has no number of the metric {metric}")
     return values
 
 
@@ -199,7 +199,7 @@ def held_out(mode: str) -> Callable[[Run], float | pd.Series]:
     def of_run(run: Run) -> float | pd.Series:
         last, kept = run.option("steps"), run.kept_answers is not None or run.path.is_dir()
         found = run.answers(mode) if kept else run.series("eval", f"eval/accuracy_{mode}").to_frame().T
-        require(last in found, f"{run.name} was not evaluated after its last step")
+        require(last in found and last > 0, f"{run.name} was not evaluated after its last step; 0 is before training")
         return found.loc[:, last] if kept else float(found[last].iloc[0])
 
     return of_run

@@ -115,7 +115,7 @@ def read_rows(path: Path) -> Iterator[Row]:
             require(not missing, f"{path} has no column {', '.join(missing)}: its first line must name all twelve")
             places = [heads.index(name) for name in COLUMNS]
             for number, cells in enumerate(islice(lines, MAX_ROWS + 1), start=2):
-                where = f"{path}, line {number}"
+                where = f"{path}, line {lines.line_num}"
                 require(number <= MAX_ROWS + 1, f"{where}: more than {MAX_ROWS:,} rows; leave metrics out")
                 require(len(cells) == len(heads), f"{where} has {len(cells)} cells, its heading {len(heads)}")
                 yield row_of(dict(zip(COLUMNS, (cells[place] for place in places), strict=True)), where)
