@@ -189,6 +189,8 @@ def test_lengths_are_from_the_user_the_table_or_the_limit() -> None:
     less = point.of_point(tree, H200, 1, point.GivenLengths(tokens=5))
     assert isinstance(less, RunEstimate) and less.step_s < found.step_s
     assert any("as you say" in said for said in less.said)
+    with pytest.raises(ConfigError, match=r"tokens=49 .*max_completion_tokens=48"):
+        point.of_point(tree, H200, 1, point.GivenLengths(tokens=49))
     (gsm8k, *_) = [one for one in table().lengths if one.task == "gsm8k"]
     assert 250 < gsm8k.tokens < 330 and gsm8k.model.startswith("qwen2.5-coder")
 

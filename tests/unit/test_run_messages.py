@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from qerl_bench.conduct.run_messages import ending, opening
 from qerl_bench.config import build, compose
+from qerl_bench.sweep.grid import grid
+from qerl_core.options.fingerprint import fingerprint
 from qerl_core.process.arguments import WIDTH
 from qerl_studies.runs.load import load_run
 from qerl_studies.tables.terminal import render, summary
@@ -52,7 +56,7 @@ def test_a_run_ends_with_what_it_showed_and_what_to_type(noisy: bool, tmp_path: 
     first |= DOSE if noisy else {}
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     run = load_run(tmp_path / "run")
-    text = "\n".join(ending(run, ["quant=nvfp4", "quant.block=16", "aqn=exp", "lora.rank=4", "name=x"]))
+    text = "\n".join(ending(run, ["quant=nvfp4", "aqn=exp", "lora.rank=4", "name=x"]))
     for metric in ("reward/mean", "entropy"):
         values = run.series("train", metric)
         assert f"{values.iloc[0]:.3g} to {values.iloc[-1]:.3g}" in text
@@ -61,6 +65,27 @@ def test_a_run_ends_with_what_it_showed_and_what_to_type(noisy: bool, tmp_path: 
     (command,) = [line for line in text.splitlines() if "qerl-bench run" in line]
     assert command.endswith("qerl-bench run -m quant=bf16,nvfp4 lora.rank=4")
     assert f"qerl-bench report {tmp_path}" in text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "2 quant=fp8 lora.rank=4",
+        "2 lora.rank=4",
+        "0 quant=fp8 quant.activations=fp8",
+        "0 quant=nvfp4 quantizer=mse",
+        "0 lora=none",
+        "0 experiment=tiny/main",
+    ],
+)
+def test_a_sweep_that_is_suggested_makes_the_run(line: str, tmp_path: Path) -> None:
+    points, *words = line.split()
+    shutil.copytree(RUNS[-1], tmp_path / "run")
+    OmegaConf.save(compose(words), tmp_path / "run" / "config.yaml")
+    run = load_run(tmp_path / "run")
+    found = [shlex.split(text.partition("-m ")[2]) for text in ending(run, words) if "run -m" in text]
+    made = [fingerprint(compose(point)) for sweep in found for point in grid(sweep)[0]]
+    assert len(made) == int(points) and made.count(fingerprint(run.config)) == len(found)
 
 
 def test_a_run_whose_rewards_are_drawn_shows_nothing(tmp_path: Path) -> None:

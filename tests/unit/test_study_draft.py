@@ -233,10 +233,10 @@ def test_the_command_names_the_folder_of_own_options(tmp_path: Path) -> None:
         (CONF / "task/even_characters.yaml").read_text().replace("name: even", "name: plus_even")
     )
     (own / "plus.yaml").rename(own / "plus_even_characters.yaml")
-    folder = shlex.quote(str(own.parent))
-    words = [*search_path([own.parent]), f"init={tmp_path / 'q'}", "model=tiny_untrained", "task=plus_even_characters"]
+    folder, place = shlex.quote(str(own.parent)), tmp_path / "q r"
+    words = [*search_path([own.parent]), f"init={place}", "model=tiny_untrained", "task=plus_even_characters"]
     user_options.use([own.parent])
     main([*words, "experiment=smoke", "contrast=aqn=none,exp", *COST])
-    assert f"qerl-bench study --config-dir {folder} {tmp_path}/q/study.yaml" in (tmp_path / "q/protocol.md").read_text()
+    assert f"study --config-dir {folder} {shlex.quote(str(place))}/study.yaml" in (place / "protocol.md").read_text()
     assert "--config-dir DIR" in unknown_option("aqn", "mine", [CONF])
     assert "--config-dir DIR" not in unknown_option("aqn", "mine", [CONF, own.parent])

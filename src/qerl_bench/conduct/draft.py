@@ -225,7 +225,7 @@ def draft(arguments: Sequence[str]) -> None:
     own_folders = "".join(f"--config-dir {shlex.quote(str(folder))} " for folder in folders_in(search_path))
     content = {
         "title": options.init.name,
-        "folder": options.init,
+        "folder": shlex.quote(str(options.init)),
         "own_folders": own_folders,
         "copies": copies,
         "words": [*(first if copies else ()), *words],

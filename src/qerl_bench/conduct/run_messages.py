@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import sys
@@ -12,14 +13,18 @@ from pathlib import Path
 import pandas as pd
 
 from qerl_bench import dose
+from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
+from qerl_bench.sweep.grid import grid
+from qerl_core.checks import ConfigError
+from qerl_core.options.user_options import folders_in, words_in_use
 from qerl_core.process.arguments import WIDTH
 from qerl_studies.runs.load import Run
 
 PROMPT = 100  # letters of a prompt that are shown
 BESIDE = 12  # columns of a heading
 DOSE = ("sigma", "sigma_share", "dose_kl", "dose_entropy")
-VARIED = ("quant", "quantizer", "aqn", "noise", "name")  # what the next command chooses
+VARIED = re.compile(r"[+~]*(quant=|name=|aqn\b|noise\b)")  # what the next command chooses
 
 
 def opening(experiment: Experiment) -> list[str]:
@@ -44,18 +49,34 @@ def ending(run: Run, words: Sequence[str]) -> list[str]:
     span = "first and last step" if ends == 1 else f"means of the first and last {ends} steps"
     found = f"reward {ends_of(reward, ends)}, entropy {ends_of(entropy, ends)} ({span}); one run compares nothing"
     shown = [part for line in (found, *first_dose(run)) for part in textwrap.wrap(line, WIDTH - BESIDE)]
-    quant = run.identity()["quant"]
-    kept = [word for word in words if word.lstrip("+~").partition("=")[0].partition(".")[0] not in VARIED]
     here = Path(sys.prefix)
     here = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
-    other = "NVFP4" if quant == "bf16" else "16 bits"
+    other = "NVFP4" if run.option("quant.name") == "bf16" else "16 bits"
+    swept = sweep(run, words)
     to_type = [
-        *([] if shutil.which("qerl-bench") else [f"source {here / 'bin/activate'}"]),
-        shlex.join(["qerl-bench", "run", "-m", f"quant=bf16,{'nvfp4' if quant == 'bf16' else quant}", *kept]),
-        f"qerl-bench report {run.path.parent}",
-        f"the same in {other} and without noise; then all runs on one page, with intervals",
+        *([] if shutil.which("qerl-bench") else [f"source {shlex.quote(f'{here}/bin/activate')}"]),
+        *([shlex.join(["qerl-bench", "run", "-m", *swept])] if swept else []),
+        f"qerl-bench report {shlex.quote(str(run.path.parent))}",
+        f"{f'the same in {other} and without noise; then ' if swept else ''}all runs on one page, with intervals",
     ]
     return ["", *with_heading("it showed", shown), *with_heading("type next", to_type)]
+
+
+def sweep(run: Run, words: Sequence[str]) -> list[str]:
+    """Words that make `run` without noise, and its like in 16 bits or NVFP4; none if no sweep makes both."""
+    quant = run.option("quant.name")
+    kept = [word for word in words if not VARIED.match(word)]
+    own = words_in_use()
+    try:
+        if compose([*kept, *own]).aqn.name != "none":  # by an experiment
+            kept.append("aqn=none")
+        swept = [f"quant=bf16,{'nvfp4' if quant == 'bf16' else quant}", *kept]
+        points = grid([*swept, *own])[0]
+        for point in points[:2]:
+            build(compose([*point, *own]))  # one of them is refused if `words` set more of the format
+    except ConfigError:
+        return []
+    return [*(f"--config-dir={folder}" for folder in folders_in(own)), *swept] if len(points) == 2 else []
 
 
 def with_heading(heading: str, lines: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.base import Model
 from qerl_bench.model.qwen2 import MadeHere
 from qerl_bench.task.base import Task
-from qerl_core.checks import ConfigError
+from qerl_core.checks import ConfigError, require
 from qerl_core.options.fingerprint import flat
 
 CHARACTERS = 4  # of English in a token of a released model's tokenizer, about; one here (bytes)
@@ -80,6 +80,10 @@ def completion_tokens(task: Task, model: Model, given: GivenLengths) -> tuple[fl
     """Mean tokens of a completion, and where they are from."""
     limit = task.max_completion_tokens
     if given.tokens is not None:
+        require(
+            given.tokens <= limit,
+            f"tokens={given.tokens:g} is above task.max_completion_tokens={limit}: say less, or make that larger",
+        )
         return given.tokens, f"completions of {given.tokens:g} tokens, as you say"
     if isinstance(exact := getattr(task, "completion_tokens", None), int):
         return exact, f"completions of {exact:,} tokens, as task={task.name} makes them"

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 from qerl_core.checks import ConfigError
@@ -119,7 +120,7 @@ def what_goes_on(jobs: dict[str, Point], folder: Path) -> str:
     cancel = " ".join(arrays(jobs))
     return (
         f"{sum(not is_finished(point.run_dir) for point in jobs.values())} runs go on without this program. The same "
-        f"command follows them, qerl-bench status {folder} lists them, scancel {cancel} cancels them"
+        f"command follows them, qerl-bench status {quote(str(folder))} lists them, scancel {cancel} cancels them"
     )
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
@@ -65,7 +66,9 @@ def studies_in(folder: Path) -> list[Path]:
     if any((folder / name).is_file() for name in (SETTINGS, CROISSANT, REPORTED, REGISTERED, DESIGN)):
         return [folder]
     inside = sorted(path for path in folder.iterdir() if path.is_dir())
-    require(bool(inside), f"{folder} holds no published study. To make one: qerl-bench publish RUNS out={folder}/NAME")
+    require(
+        bool(inside), f"no study is in {folder}. To make one: qerl-bench publish RUNS out={quote(str(folder))}/NAME"
+    )
     return inside
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Literal
 
 from huggingface_hub import HfApi
@@ -41,7 +42,7 @@ class Sender:
                 repo_id=self.repo, folder_path=folder, repo_type=self.kind, commit_message="Publish with qerl-bench"
             )
         except (HfHubHTTPError, OSError) as error:
-            again = f"hf upload {self.repo} {folder} --repo-type {self.kind}"
+            again = f"hf upload {self.repo} {quote(str(folder))} --repo-type {self.kind}"
             raise TrainingStopped(
                 f"the upload failed ({error}); {folder} is complete. To try again: {again}"
             ) from error
