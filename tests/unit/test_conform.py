@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from qerl_bench.__main__ import main
 from qerl_core.checks import ConfigError
 from qerl_core.process.arguments import whole
 from qerl_core.statistics import mean_ci
-from qerl_studies.conform.equivalence import AskedMeasure, Conformity, conformity, place_of_control
+from qerl_studies.conform.equivalence import AskedMeasure, Conformity, _name, conformity, place_of_control
 from qerl_studies.conform.reference import FILE, MEASURES, read_reference
 from qerl_studies.design.looks import shown_runs
 from qerl_studies.runs.load import Run, load_run
@@ -55,6 +56,13 @@ def test_nvfp4_rounded_to_nearest_does_not_conform_on_released_models(
     ends = [100 * end for end in (one.effect.value, one.effect.low, one.effect.high)]
     assert ends == pytest.approx([difference, low, high], abs=0.006)
     assert [100 * level for level in one.levels] == pytest.approx(levels, abs=0.006)
+
+
+def test_what_is_added_to_a_format_is_in_the_name_of_its_arm() -> None:
+    fp8 = {"quant.name": "fp8", "quant.block": "row"}
+    for first, name in ((fp8, "quant fp8"), ({**fp8, "quant.activations": "fp8"}, "quant fp8, quant.activations fp8")):
+        stratum: Any = SimpleNamespace(variants=(first, {"quant.name": "bf16"}))
+        assert _name(stratum) == name
 
 
 def test_four_copies_are_too_few() -> None:

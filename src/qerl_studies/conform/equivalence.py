@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qerl_core.checks import ConfigError, require
+from qerl_core.options.fingerprint import ADDED_LATER
 from qerl_core.statistics import Estimate
 from qerl_studies.claims.match import Contrast, Filter, Side, Stratum, match
 from qerl_studies.conform.reference import MEASURES, Bf16Reference
@@ -150,7 +151,8 @@ def _name(stratum: Stratum) -> str:
     first, second = stratum.variants
     keys = sorted(key for key in {**first, **second} if first.get(key) != second.get(key) and "_target_" not in key)
     names = [key for key in keys if key.endswith(".name")]
-    others = [key for key in keys if not any(key.startswith(name.removesuffix("name")) for name in names)]
+    inside = tuple(name.removesuffix("name") for name in names)
+    others = [key for key in keys if key in ADDED_LATER or not key.startswith(inside)] if inside else keys
     groups = {name.removesuffix(".name") for name in names}
     kept = [key for key in others if not ("aqn" in groups and key.startswith("noise."))]
     return ", ".join(f"{key.removesuffix('.name')} {first.get(key)}" for key in [*names, *kept])
