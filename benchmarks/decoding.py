@@ -51,6 +51,7 @@ from qerl_bench.quant.activations import round_inputs
 from qerl_bench.task.shape import IDS, Shape
 from qerl_core.process.device import now, peak_gib, reset_peak, resolve_device
 from qerl_core.process.installation import CONF_DIR
+from qerl_kernels import projection
 
 SHAPES = sorted(path.stem for path in (CONF_DIR / "model" / "shape").glob("*.yaml"))
 SLOW_TOKENS = 12  # tokens of a rollout through transformers
@@ -263,13 +264,9 @@ def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def ragged_task(options: argparse.Namespace) -> Shape:
     return Shape(
-        name="shape",
-        prompt_tokens=options.prompt,
-        lengths="geometric",
-        completion_tokens=options.mean,
-        max_completion_tokens=options.limit,
-        group_size=8,
-    )
+        name="shape", prompt_tokens=options.prompt, lengths="geometric", completion_tokens=options.mean,
+        max_completion_tokens=options.limit, group_size=8,
+    )  # fmt: skip
 
 
 def main(words: list[str] | None = None) -> None:
@@ -284,6 +281,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=4096, help="most tokens of a ragged completion")
     parser.add_argument("--group", type=int, default=1, help="completions of one prompt in batches of equal length")
     parser.add_argument("--dequantized", type=float, nargs="+", default=[0.0], help="GiB of weights in 16 bits as well")
+    parser.add_argument("--behind", action="store_true", help="x A^T of adapters first, not beside the matmul")
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
@@ -291,6 +289,8 @@ def main(words: list[str] | None = None) -> None:
     options = parser.parse_args(words)
     if options.new < 2 or options.repeats < 1 or any(count % 8 for count in options.ragged):
         parser.error("--new must be above 1, --repeats at least 1, and --ragged multiples of 8, the size of a group")
+    if options.behind:
+        projection.BESIDE_ROWS = 0
     if options.profile is not None:
         options.profile.unlink(missing_ok=True)
     print_rows(write_rows(measure_all(options), options.out), leave_out=("gpu", "torch", "transformers"))

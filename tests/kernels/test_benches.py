@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from qerl_bench.config import build, compose
-from qerl_kernels import decode_configs
+from qerl_kernels import decode_configs, projection
 from qerl_kernels.decode_configs import Config
 
 BENCH = Path(__file__).parents[2] / "benchmarks"
@@ -50,11 +50,13 @@ def test_decode_speed_leaves_out_reading_and_recording(monkeypatch: pytest.Monke
     assert row["peak_gib"] == 257.0 and row["repeats"] == 5
 
 
-def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(projection, "BESIDE_ROWS", projection.BESIDE_ROWS)
     words = "--shape tiny --formats nvfp4 --ranks 4 --batches 2 --slow --prompt 5 --new 6 --repeats 1"
     ragged = "--ragged 8 --mean 5 --limit 9"
     files = ["--out", str(tmp_path / "x.csv"), "--profile", str(tmp_path / "profile.csv")]
-    importlib.import_module("decoding").main([*words.split(), *ragged.split(), *files])
+    importlib.import_module("decoding").main([*words.split(), *ragged.split(), *files, "--behind"])
+    assert projection.BESIDE_ROWS == 0
     with (tmp_path / "x.csv").open() as file:
         even, ragged_row = csv.DictReader(file)
     assert even["matmuls"] == "torch"

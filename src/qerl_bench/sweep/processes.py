@@ -184,7 +184,7 @@ class Sweep:
         """Pass the signal behind `error` on to the runs, and wait until they have ended."""
         if not self.running:
             return
-        log.info("stopping %d runs; Ctrl-C stops them at once", len(self.running))
+        log.info("stopping %d run(s); Ctrl-C stops them at once", len(self.running))
         stop([started.child for started in self.running.values()], signal_of(error))
         for point, child, *_ in self.running.values():
             log.info("exit %s %s", child.poll(), point.name)
