@@ -58,13 +58,15 @@ class ProbePlan:
 
 def training_questions(task: Task, count: int, option: str = "questions") -> list[Prompt]:
     """`count` questions such as RL could draw, each once. Raises ConfigError if the task stores fewer."""
-    stored = len(task.stored_prompts())
+    prompts = task.train_prompts(1, count, derive("probe"))
+    twice = len({prompt.id for prompt in prompts}) < count  # of questions that are made, by chance
+    stored = len(task.stored_prompts()) if twice else 0
     require(
-        not stored or count <= stored,
+        not stored,
         f"{option}={count}, and task={task.name} has {stored} training questions: one asked twice says nothing new, "
         f"so give {option}={stored} at most",
     )
-    return task.train_prompts(1, count, derive("probe"))
+    return prompts
 
 
 @dataclass(kw_only=True)
