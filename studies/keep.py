@@ -17,7 +17,7 @@ Of runs collected in one folder it keeps all series; all else as above.
 Of a folder that probes packed it keeps all answers, the texts of the first questions, entropies in
 half precision, which is three digits, and the probes as gzip. With `--small` it keeps less of many answers: greedy
 texts alone, lengths as above, and no entropies of single answers; the probes have their means. If runs are packed
-with them, lengths of their answers are rounded too, and their numbers are left as they are.
+with them, all their series are kept and rounded, and lengths of their answers, as above.
 """
 
 from __future__ import annotations
@@ -74,13 +74,12 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if (options.study / archive.ANSWERS).is_file():
         cut_probes(options.study, options.small)
-        pack_answers(options.study / ANSWERS)
-    elif (options.study / TIDY).is_file():
+    elif not (options.study / TIDY).is_file():
+        return cut_runs(options.study, options.bits)
+    if (options.study / TIDY).is_file():
         pack_runs(pd.read_parquet(options.study / TIDY), options.study / TIDY, options.bits)
-        pack_answers(options.study / ANSWERS)
-        zip_json(options.study)
-    else:
-        cut_runs(options.study, options.bits)
+    pack_answers(options.study / ANSWERS)
+    zip_json(options.study)
 
 
 def cut_probes(folder: Path, small: bool = False) -> None:
@@ -100,7 +99,6 @@ def cut_probes(folder: Path, small: bool = False) -> None:
     if "entropy" in rows:
         rows["entropy"] = rows["entropy"].astype("float16").astype("float32")
     write_compact(rows, ["temperature", "question", "quant", "base", "sample"], schema, file)
-    zip_json(folder)
     print(f"{file}: {len(rows)} answers, texts of {len(told)} questions")
 
 

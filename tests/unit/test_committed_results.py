@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -15,6 +17,7 @@ from qerl_bench.__main__ import main
 from qerl_studies.commands.claims import main as report_claims
 from qerl_studies.commands.figure import main as draw_figure
 from qerl_studies.report.sessions import by_figure, contents, plotted, read_once
+from qerl_studies.runs.committed import TIDY
 from qerl_studies.runs.comparable import load_runs
 from qerl_studies.runs.measure import TRAINED_SHARE
 from tests.conf.test_artifact import FOLLOWS, commands
@@ -81,6 +84,26 @@ def test_the_checkout_has_of_a_study_in_sessions_what_its_pages_read(tmp_path: P
     files = sorted(committed.glob("data/*/*.parquet"))
     assert len(files) == 4
     assert all(file.read_bytes() == (again / file.relative_to(committed)).read_bytes() for file in files)
+
+
+def test_of_runs_packed_with_probes_noisy_values_are_kept_to_nearly_five_digits(tmp_path: Path) -> None:
+    """Rewards, accuracies and evaluations, of which there are words, stay as they are; and so does what was cut before."""
+    committed, again = STUDIES / "fair-2026" / "nf4" / "15b" / "data" / "2026-11-30-c", tmp_path / "session"
+    shutil.copytree(committed, again)
+    keep = script("studies/keep.py")
+    keep.main([str(again)])
+    assert all((again / file.name).read_bytes() == file.read_bytes() for file in committed.glob("*.parquet"))
+    rows: Any = pd.read_parquet(again / TIDY)
+    fine = rows.assign(value=rows["value"] * math.pi)
+    fine.to_parquet(again / TIDY)
+    keep.main([str(again)])
+    kept: Any = pd.read_parquet(again / TIDY)
+    order = ["kind", "metric", "run", "step"]
+    fine, kept = (one.astype({name: str for name in order[:3]}).set_index(order)["value"] for one in (fine, kept))
+    kept = kept.loc[fine.index]
+    exact = (fine.index.get_level_values("kind") == "eval") | fine.index.get_level_values("metric").isin(keep.WHOLE)
+    assert (kept[exact] == fine[exact]).all() and (kept != fine)[~exact & (fine != 0)].mean() > 0.9
+    assert ((kept - fine).abs() <= fine.abs() * 2.0**-16).all()
 
 
 def test_arms_too_many_for_one_figure_of_lines_are_drawn_by_what_they_are_compared_with() -> None:
