@@ -87,7 +87,7 @@ def test_the_checkout_has_of_a_study_in_sessions_what_its_pages_read(tmp_path: P
 
 
 def test_of_runs_packed_with_probes_noisy_values_are_kept_to_nearly_five_digits(tmp_path: Path) -> None:
-    """Rewards, accuracies and evaluations, of which there are words, stay as they are; and so does what was cut before."""
+    """Rewards, accuracies and evaluations, of which there are words, stay as they are, as does what was cut before."""
     committed, again = STUDIES / "fair-2026" / "nf4" / "15b" / "data" / "2026-11-30-c", tmp_path / "session"
     shutil.copytree(committed, again)
     keep = script("studies/keep.py")

@@ -1,4 +1,5 @@
-"""An update that ran out of memory is made again, on all ranks, in smaller micro-batches."""
+"""An update that ran out of memory is made again, on all ranks: once as it was, if memory lay in pieces alone, and then
+in smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from qerl_bench.train.trainer_state import TrainerState
 from qerl_core.checks import TrainingStopped
 from qerl_core.process.device import random_state, set_random_state
 from qerl_core.process.gpu_share import release
-from qerl_core.process.out_of_memory import NO_MEMORY, shortage
+from qerl_core.process.out_of_memory import NO_MEMORY, lies_in_pieces, shortage
 from qerl_core.rundir.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -36,19 +37,24 @@ def repeated_smaller(
 ) -> tuple[Size, Result]:
     """What `work` gives in micro-batches of `size`, or where memory runs out of one that works, and that size.
 
+    Where memory was there in pieces, which `release` makes whole, each size is tried twice.
+
     `cut` makes the micro-batches of a smaller size before `work` is repeated with the same random numbers. An error of
     `work` is raised on all ranks; TrainingStopped ends the run.
     """
-    random = random_state(device)
+    random, as_it_was = random_state(device), False
     while True:
         try:
             return size, work()
         except (RuntimeError, MemoryError) as error:
-            if shortage(error) is None:  # one that ends the run, or only this rank
+            if (said := shortage(error)) is None:  # one that ends the run, or only this rank
                 raise
             frees = any(world.gather(any(engine.holds_memory for engine in state.engines)))
-            may_shrink = not specs.parallel.exact
-            size = after_shortage(error, size, specs.train, state.shortages, longest, run, may_shrink, frees)
+            if as_it_was := not as_it_was and any(world.gather(lies_in_pieces(said))):
+                log.warning("%s in one piece (%s) in %s; the update is repeated as it was", NO_MEMORY, said, size)
+            else:
+                may_shrink = not specs.parallel.exact
+                size = after_shortage(error, size, specs.train, state.shortages, longest, run, may_shrink, frees)
         if state.passes is not None and not size.recorded:
             state.passes.release()
         for engine in state.engines:

@@ -30,6 +30,8 @@ SAID = re.compile(
     r"|error return without exception set"
 )
 
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+PIECES = re.compile(r"Tried to allocate ([\d.]+) (\w+)\..* ([\d.]+) (\w+) is reserved by PyTorch but unallocated")
 OTHERS = re.compile(r" Process \d+ has [^.]+\.\d+ \w+ memory in use\.| See documentation for .*")  # of a GPU's message
 
 
@@ -55,6 +57,17 @@ def shortage(error: BaseException | None) -> str | None:
         return None
     words = OTHERS.sub("", " ".join(str(error).split())) or kind
     return words if len(words) <= 500 else f"{words[:500]}..."
+
+
+def lies_in_pieces(said: str) -> bool:
+    """Whether PyTorch held as much as was wanted, in pieces between what was in use. `said` is of `shortage`.
+
+    Given back after the work that ran short has ended, such memory is whole again.
+    """
+    if (found := PIECES.search(said)) is None:
+        return False
+    wanted, unit, held, held_unit = found.groups()
+    return float(held) * UNITS[held_unit] >= float(wanted) * UNITS[unit]
 
 
 def whole_or_halves(work: Callable[[Sequence[Item]], list[Result]], items: Sequence[Item]) -> list[Result]:
