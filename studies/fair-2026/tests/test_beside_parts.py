@@ -66,8 +66,8 @@ def test_full_training_differs_in_what_is_trained_and_how_it_is_computed(words: 
     ours, other = (read_design(part / "study.yaml", words) for part in (PAGE.OF_FULL.design, PAGE.OF_FULL.other))
     assert {*ours.bases} < {*other.bases} and len(ours.bases) == PAGE.FULL_COPIES and ours.seeds == other.seeds
     (arm,), (control,) = ours.arms, [arm for arm in other.arms if arm.name == "bf16-2e-4"]
-    tree: Any = compose(ours.words(arm, 43, 0, sigma=None))
-    reference: Any = compose(other.words(control, 43, 0, sigma=None))
+    tree: Any = compose(ours.words(arm, ours.bases[0], 0, sigma=None))
+    reference: Any = compose(other.words(control, ours.bases[0], 0, sigma=None))
     differ = {key for key in tree if tree[key] != reference[key]}
     assert differ == {"name", "lora", "model", "train", "engine", "optim", "eval"} and build(tree)
     assert {key for key in tree.eval if tree.eval[key] != reference.eval[key]} == {"also"}
