@@ -479,6 +479,23 @@ def test_completions_are_the_same_with_fewer_rows(
     assert caplog.text.count("no memory is left") == 2
 
 
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("times", [1, 2])
+def test_sampling_whose_memory_lay_in_pieces_begins_once_again_as_it_was(
+    policy: Policy, caplog: pytest.LogCaptureFixture, place: str, times: int
+) -> None:
+    """Even where rows are to stay as many; then with fewer."""
+    queue, owner, name, call = PLACES[place]
+    sampling = replace(SAMPLING, fixed_rows=times == 1)
+    wanted = _engine(policy, queue, 8).generate(PROMPTS, sampling)
+    engine, calls = _engine(policy, queue, 8), range(call, call + times)
+    with failing(owner, name, torch.OutOfMemoryError(PIECES.format("4.94 GiB")), calls, midway=True):
+        _same(engine.generate(PROMPTS, sampling), wanted)
+    assert caplog.text.count("sampling again as it was") == 1 and caplog.text.count("no memory is left") == times
+    assert engine.limits.rows == (8 if times == 1 else 4) and (engine.limits == engine.configured) == (times == 1)
+    assert (engine.state.shortages.limits.value is None) == (times == 1)
+
+
 def test_the_configured_rows_are_tried_again_after_some_steps(policy: Policy, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="qerl_bench")
     engine = _engine(policy, True, 8)

@@ -20,7 +20,7 @@ from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.quant.base import KEYS_AND_VALUES
 from qerl_core.checks import TrainingStopped, check_fields, count, flag, number, optional, positive, require
 from qerl_core.process.gpu_share import release
-from qerl_core.process.out_of_memory import NO_MEMORY, shortage
+from qerl_core.process.out_of_memory import NO_MEMORY, lies_in_pieces, shortage
 from qerl_core.process.progress import COMPLETIONS, phase
 from qerl_core.records import Prompt, Rollout, numbered
 from qerl_core.seeding import derive
@@ -164,7 +164,7 @@ class HFEngine:
 
         prompts = numbered(prompts)
         prompt_ids = require_room(self.policy, prompts, sampling)
-        shortages = self.state.shortages
+        shortages, as_it_was = self.state.shortages, False
         self._limit(replace(self.configured, **(shortages.limits.value or {})))
         while True:
             try:
@@ -172,22 +172,37 @@ class HFEngine:
                     return self._generate(prompts, prompt_ids, sampling)
             except Exception as error:
                 said = shortage(error)
-                limits = self.limits.smaller(len(prompts) * sampling.samples)
-                if said is None or limits is None:
-                    raise
-                if sampling.fixed_rows and limits.rows != self.limits.rows:
-                    raise TrainingStopped(
-                        f"sampling: {NO_MEMORY} ({said}) with engine.max_num_seqs={self.limits.rows}, and fewer at a "
-                        "time round otherwise, which parallel.exact=true forbids. Continue with parallel.exact=false, "
-                        "or begin again with a smaller engine.max_num_seqs, the same in all runs to compare"
-                    ) from error
-                log.warning("%s (%s); sampling again, at most %d completions at a time", NO_MEMORY, said, limits.rows)
-            self._limit(limits)
-            smaller = {name: value for name, value in vars(limits).items() if value != vars(self.configured)[name]}
-            shortages.limits.shrink(smaller, shortages.step)
+                if as_it_was := not as_it_was and said is not None and lies_in_pieces(said):
+                    limits = self.limits
+                    log.warning("%s in one piece (%s); sampling again as it was", NO_MEMORY, said)
+                else:
+                    limits = self._smaller(error, said, len(prompts) * sampling.samples, sampling.fixed_rows)
+                    fewer = f"at most {limits.rows} completions at a time"
+                    log.warning("%s (%s); sampling again, %s", NO_MEMORY, said, fewer)
+            if as_it_was:
+                if self.sampler is not None:
+                    self.sampler.release()
+            else:
+                self._limit(limits)
+                smaller = {name: value for name, value in vars(limits).items() if value != vars(self.configured)[name]}
+                shortages.limits.shrink(smaller, shortages.step)
             if self.state.passes is not None:
                 self.state.passes.release()  # training records them again, if there is room then
             release()  # only now: until here the traceback holds what was computed
+
+    def _smaller(self, error: Exception, said: str | None, completions: int, fixed_rows: bool) -> Limits:
+        """Those to go on with after a shortage, as `said`. Raises `error` if it is none or they cannot be smaller, and
+        TrainingStopped if they may not."""
+        limits = self.limits.smaller(completions)
+        if said is None or limits is None:
+            raise error
+        if fixed_rows and limits.rows != self.limits.rows:
+            raise TrainingStopped(
+                f"sampling: {NO_MEMORY} ({said}) with engine.max_num_seqs={self.limits.rows}, and fewer at a "
+                "time round otherwise, which parallel.exact=true forbids. Continue with parallel.exact=false, "
+                "or begin again with a smaller engine.max_num_seqs, the same in all runs to compare"
+            ) from error
+        return limits
 
     def _limit(self, limits: Limits) -> None:
         if limits == self.limits:
