@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# verl 0.9.1: its grader prime_math, which default_compute_score takes for data sources numina_*, counts 65535 as 65536, 10001 as 10000,
+# verl 0.9.1: its grader prime_math, which by reading default_compute_score takes for data sources numina_*, counts 65535 as 65536, 10001 as 10000,
 # and 1800 and 0.18 as 18. Its grade_answer says that an integer has to match, and says no; what it refuses is then compared as a
-# float, within 0.01 % of the answer, of 100 times it, or of a hundredth. Guessed before: integers match or are wrong.
+# float, by reading within 0.01 % of the answer, of 100 times it, or of a hundredth. Guessed before: integers match or are wrong.
 # So what: off by one is right from 10000 on, and so are slips by 100. Answers below 1000, as AIME's, are safe from the first only.
 # Its packages' __init__ need ray, so they are left out here; sources are as installed.
 set -euo pipefail

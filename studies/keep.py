@@ -3,8 +3,8 @@
     python studies/keep.py studies/worlds-2026
 
 Of each run it keeps all evaluations, the dose of noise, and the series of training that
-`analysis/study_report.py` reads. Of these it rounds all but rewards and accuracies, which verdicts
-compare with each other, to 16 bits, which is nearly five digits, and puts rows where they compress best.
+`analysis/study_report.py` reads. Of these it rounds all but whole numbers, rates, rewards and accuracies, which
+verdicts compare with each other, to 16 bits, which is nearly five digits, and puts rows where they compress best.
 Where that changes the last digit of a page, `--bits` keeps more.
 Of answers it rounds the lengths, which take the most room, to the nearest 32 tokens; settings and probes become gzip.
 
@@ -47,7 +47,7 @@ from qerl_studies.runs.load import Run
 
 TOKENS = 32  # lengths of answers are multiples of it: 0.3 tokens of error in the mean of 1,319
 TEXTS = 4  # questions whose answers are kept as texts
-WHOLE = ("reward/mean", "accuracy")  # shares of a few answers, which compress well as they are
+WHOLE = ("reward/mean", "accuracy", "lr")  # shares of a few answers, and a schedule: they compress well as they are
 DOSE = ("aqn/sigma", "aqn/sigma_realised", "mismatch/kl")  # kept of every run with noise
 Series = tuple[str, str, str]  # run, kind, metric
 
@@ -160,7 +160,7 @@ def read_by_pages(study: Sessions) -> set[Series]:
 
 def rounded(rows: pd.DataFrame, bits: int) -> pd.DataFrame:
     """Rows of the long table, whose noisy values have `bits` digits of two."""
-    whole = (rows["kind"] == "eval") | rows["metric"].isin(WHOLE)
+    whole = (rows["kind"] == "eval") | rows["metric"].isin(WHOLE) | (rows["value"] % 1 == 0)
     share, power = np.frexp(rows["value"].to_numpy())
     return rows.assign(value=rows["value"].where(whole, np.ldexp(np.round(np.ldexp(share, bits)), power - bits)))
 

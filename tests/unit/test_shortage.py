@@ -26,11 +26,13 @@ from qerl_bench.train import memory_plan, recorded_passes, reduced_sizes
 from qerl_bench.train import update as module
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.recorded_passes import PaddedInputs, RecordedPasses, least_tokens, rows_that_fit
+from qerl_bench.train.reduced_sizes import Size
+from qerl_bench.train.retry_smaller import repeated_smaller
 from qerl_bench.train.trainer_state import TrainerState
 from qerl_core.checks import TrainingStopped
 from qerl_core.process import gpu_share
 from qerl_core.process.device import random_state, set_random_state
-from qerl_core.process.out_of_memory import NO_MEMORY, memory_for
+from qerl_core.process.out_of_memory import NO_MEMORY, held_unused, memory_for
 from qerl_core.records import Prompt
 from tests.failing import failing, shortages
 
@@ -101,7 +103,7 @@ def test_an_update_that_ran_out_of_memory_is_that_of_smaller_micro_batches(
     assert caplog.text.count("no memory is left (Tried to allocate 2.00 GiB)") == len(failing)
 
 
-PIECES = (  # as an H200 said it of a run that shared it with six others; its kernels had been given 13.85 GiB
+UNUSED = (  # as an H200 said it of a run that shared it with six others; its kernels had been given 13.85 GiB
     "CUDA out of memory. Tried to allocate 204.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 41.22 GiB is "
     "free. Including non-PyTorch memory, this process has 19.62 GiB memory in use. 18.97 GiB allowed; Of the allocated "
     "memory 13.85 GiB is allocated by PyTorch, and {} is reserved by PyTorch but unallocated. If reserved but "
@@ -109,42 +111,74 @@ PIECES = (  # as an H200 said it of a run that shared it with six others; its ke
 )
 
 
+def _unused(held: str = "4.94 GiB") -> Exception:
+    return torch.OutOfMemoryError(UNUSED.format(held))
+
+
 @pytest.mark.parametrize(
-    ("held", "calls", "tokens"), [("4.94 GiB", (2,), 80), ("4.94 GiB", (2, 4), 40), ("203.9 MiB", (2,), 40)]
+    ("held", "calls", "tokens", "repeated"),
+    [("4.94 GiB", (2,), 80, [1]), ("4.94 GiB", (2, 4), 40, [1]), ("203.9 MiB", (2,), 40, None)],
 )
-def test_an_update_whose_memory_lay_in_pieces_is_repeated_once_as_it_was(
+def test_an_update_whose_memory_was_held_unused_is_repeated_once_as_it_was(
     make_policy: Callable[..., Any],
     make_experiment: Callable[..., Any],
     run: Any,
-    caplog: pytest.LogCaptureFixture,
     held: str,
     calls: tuple[int, ...],
     tokens: int,
+    repeated: list[int] | None,
 ) -> None:
-    """With the numbers of a run without a shortage, which no later step remembers; then in smaller micro-batches."""
+    """With the numbers of a run without a shortage, even where no other size is allowed; then in smaller ones."""
+    exact = f"parallel.exact={str(tokens == 80).lower()}"
     wanted = _updated(make_policy(), make_experiment(f"train.micro_batch_tokens={tokens}"), None, 2)
-    policy, experiment = make_policy(), make_experiment("train.micro_batch_tokens=80")
-    with failing(policy, "token_stats", torch.OutOfMemoryError(PIECES.format(held)), calls, midway=True):
+    policy, experiment = make_policy(), make_experiment("train.micro_batch_tokens=80", exact)
+    with failing(policy, "token_stats", _unused(held), calls, midway=True):
         found = _updated(policy, experiment, run, 2)
     assert found[0] == wanted[0] and torch.equal(found[1], wanted[1])
-    assert (run.path / memory_plan.FILE).exists() == (tokens == 40)
-    assert caplog.text.count("the update is repeated as it was") == (held == "4.94 GiB")
+    assert run.stored.get("repeated") == repeated and ("shortage" in run.stored) == (tokens == 40)
 
 
-def test_ranks_repeat_an_update_as_it_was_if_memory_of_one_lay_in_pieces(
+def test_steps_are_made_smaller_where_repeats_do_not_help(
     make_policy: Callable[..., Any], make_experiment: Callable[..., Any], run: Any
 ) -> None:
-    class Other(World):
-        """Another rank, whose memory did."""
+    """Short in steps 1, 3 and 4: two are repeated as they were, from the third on micro-batches are halved."""
+    policy, experiment = make_policy(), make_experiment("train.micro_batch_tokens=80")
+    optimizer, made, state = module.make_optimizer(policy, experiment.optim), [], TrainerState()
+    for step in range(1, 6):
+        with failing(policy, "token_stats", _unused(), [1] if step in (1, 3, 4) else [], midway=True):
+            metrics = module.update(experiment, policy, optimizer, _batch(policy), run, step, state=state)
+        made.append(int(metrics["train/micro_batches"]))
+        kept, state = state.shortages.state(), TrainerState()  # as a continued run
+        state.shortages.restore(kept)
+    assert made[0] == made[1] == made[2] < made[3] == made[4]
+    assert run.stored["repeated"] == [1, 3] and run.stored["shortage"]["step"] == 4
 
-        def gather(self, value: Any) -> list[Any]:
-            return [value, True] if value is False else [value]
 
-    policy, experiment = make_policy(), make_experiment("train.micro_batch_tokens=80", "parallel.exact=true")
-    optimizer = module.make_optimizer(policy, experiment.optim)
-    with shortages(policy, "token_stats", 1) as made:
-        module.update(experiment, policy, optimizer, _batch(policy), run, 1, Other())
-    assert len(made) > 1 and not (run.path / memory_plan.FILE).exists()
+def test_recordings_go_before_an_update_is_repeated_as_it_was(make_experiment: Callable[..., Any], run: Any) -> None:
+    """What is held unused may lie in their pools."""
+    state, cut, attempts = TrainerState(), [], []
+    state.shortages.begin(1)
+
+    def work() -> int:
+        attempts.append(len(cut))
+        if len(attempts) < 3:
+            raise _unused()
+        return 7
+
+    size = Size(80, recorded=True)
+    found = repeated_smaller(work, size, cut.append, make_experiment(), "cpu", run, 14, state, World())
+    assert found == (Size(80, recorded=False), 7) and cut == 2 * [Size(80, recorded=False)]
+    assert run.stored["repeated"] == [1] and run.stored["shortage"]["tokens"] == 80
+
+
+@pytest.mark.parametrize("unit", ["bytes", "KiB", "MiB", "GiB", "TiB"])
+def test_what_was_held_is_compared_with_what_was_wanted(unit: str) -> None:
+    said = "Tried to allocate 2.00 {}. 1.00 GiB is allocated by PyTorch, with 1 bytes in private pools, and {} {}"
+    behind = "is reserved by PyTorch but unallocated."
+    known = unit != "TiB"
+    assert held_unused(f"{said.format(unit, '2.00', unit)} {behind}") == known
+    assert not held_unused(f"{said.format(unit, '1.99', unit)} {behind}")
+    assert not held_unused(said.format(unit, "2.00", unit))
 
 
 def test_what_sampling_keeps_is_given_up_for_an_update(
@@ -481,7 +515,7 @@ def test_completions_are_the_same_with_fewer_rows(
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("times", [1, 2])
-def test_sampling_whose_memory_lay_in_pieces_begins_once_again_as_it_was(
+def test_sampling_whose_memory_was_held_unused_begins_once_again_as_it_was(
     policy: Policy, caplog: pytest.LogCaptureFixture, place: str, times: int
 ) -> None:
     """Even where rows are to stay as many; then with fewer."""
@@ -489,7 +523,7 @@ def test_sampling_whose_memory_lay_in_pieces_begins_once_again_as_it_was(
     sampling = replace(SAMPLING, fixed_rows=times == 1)
     wanted = _engine(policy, queue, 8).generate(PROMPTS, sampling)
     engine, calls = _engine(policy, queue, 8), range(call, call + times)
-    with failing(owner, name, torch.OutOfMemoryError(PIECES.format("4.94 GiB")), calls, midway=True):
+    with failing(owner, name, _unused(), calls, midway=True):
         _same(engine.generate(PROMPTS, sampling), wanted)
     assert caplog.text.count("sampling again as it was") == 1 and caplog.text.count("no memory is left") == times
     assert engine.limits.rows == (8 if times == 1 else 4) and (engine.limits == engine.configured) == (times == 1)

@@ -20,7 +20,7 @@ from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.quant.base import KEYS_AND_VALUES
 from qerl_core.checks import TrainingStopped, check_fields, count, flag, number, optional, positive, require
 from qerl_core.process.gpu_share import release
-from qerl_core.process.out_of_memory import NO_MEMORY, lies_in_pieces, shortage
+from qerl_core.process.out_of_memory import NO_MEMORY, held_unused, shortage
 from qerl_core.process.progress import COMPLETIONS, phase
 from qerl_core.records import Prompt, Rollout, numbered
 from qerl_core.seeding import derive
@@ -164,7 +164,7 @@ class HFEngine:
 
         prompts = numbered(prompts)
         prompt_ids = require_room(self.policy, prompts, sampling)
-        shortages, as_it_was = self.state.shortages, False
+        shortages = self.state.shortages
         self._limit(replace(self.configured, **(shortages.limits.value or {})))
         while True:
             try:
@@ -172,17 +172,16 @@ class HFEngine:
                     return self._generate(prompts, prompt_ids, sampling)
             except Exception as error:
                 said = shortage(error)
-                if as_it_was := not as_it_was and said is not None and lies_in_pieces(said):
-                    limits = self.limits
-                    log.warning("%s in one piece (%s); sampling again as it was", NO_MEMORY, said)
+                limits = None
+                if said is not None and held_unused(said) and shortages.limits.may_repeat(shortages.step):
+                    log.warning("%s (%s); sampling again as it was", NO_MEMORY, said)
                 else:
                     limits = self._smaller(error, said, len(prompts) * sampling.samples, sampling.fixed_rows)
                     fewer = f"at most {limits.rows} completions at a time"
                     log.warning("%s (%s); sampling again, %s", NO_MEMORY, said, fewer)
-            if as_it_was:
-                if self.sampler is not None:
-                    self.sampler.release()
-            else:
+            if self.sampler is not None:
+                self.sampler.release()
+            if limits is not None:
                 self._limit(limits)
                 smaller = {name: value for name, value in vars(limits).items() if value != vars(self.configured)[name]}
                 shortages.limits.shrink(smaller, shortages.step)

@@ -2,7 +2,8 @@
 
 A shortage may pass, as that of a GPU which another process has filled for a while; so what is smaller stays so for some
 steps, after each further shortage for twice as many. Checkpoints keep all of it, so that a continued run repeats an
-uninterrupted one. Left out: sizes between what was planned and what has worked.
+uninterrupted one. Before that, a step whose memory was held unused is made again as it was. Left out: sizes between
+what was planned and what has worked.
 """
 
 from __future__ import annotations
@@ -41,6 +42,15 @@ class Reduced:
     value: dict[str, Any] | None = None  # by name, None: those planned
     step: int = 0  # of the latest shortage
     wait: int = 0  # steps behind it that they last
+    repeated: int | None = None  # the latest step that was made again as it was
+
+    def may_repeat(self, step: int) -> bool:
+        """Whether `step`, in which memory was short, is made again as it was: once, and not behind a step that was too.
+        If so, that is noted."""
+        if self.repeated in (step, step - 1):
+            return False
+        self.repeated = step
+        return True
 
     def shrink(self, value: dict[str, Any], step: int) -> None:
         """Go on with `value` after a shortage in `step`. Several in one step are one."""

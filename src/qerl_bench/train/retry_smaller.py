@@ -1,5 +1,5 @@
-"""An update that ran out of memory is made again, on all ranks: once as it was, if memory lay in pieces alone, and then
-in smaller micro-batches."""
+"""An update that ran out of memory is made again, on all ranks: as it was, if enough was held unused and this is rare,
+or in smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from qerl_bench.parallel import World
 from qerl_bench.train.memory_plan import FILE
@@ -17,7 +17,7 @@ from qerl_bench.train.trainer_state import TrainerState
 from qerl_core.checks import TrainingStopped
 from qerl_core.process.device import random_state, set_random_state
 from qerl_core.process.gpu_share import release
-from qerl_core.process.out_of_memory import NO_MEMORY, lies_in_pieces, shortage
+from qerl_core.process.out_of_memory import NO_MEMORY, held_unused, shortage
 from qerl_core.rundir.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -37,12 +37,10 @@ def repeated_smaller(
 ) -> tuple[Size, Result]:
     """What `work` gives in micro-batches of `size`, or where memory runs out of one that works, and that size.
 
-    Where memory was there in pieces, which `release` makes whole, each size is tried twice.
-
     `cut` makes the micro-batches of a smaller size before `work` is repeated with the same random numbers. An error of
     `work` is raised on all ranks; TrainingStopped ends the run.
     """
-    random, as_it_was = random_state(device), False
+    random = random_state(device)
     while True:
         try:
             return size, work()
@@ -50,8 +48,11 @@ def repeated_smaller(
             if (said := shortage(error)) is None:  # one that ends the run, or only this rank
                 raise
             frees = any(world.gather(any(engine.holds_memory for engine in state.engines)))
-            if as_it_was := not as_it_was and any(world.gather(lies_in_pieces(said))):
-                log.warning("%s in one piece (%s) in %s; the update is repeated as it was", NO_MEMORY, said, size)
+            step = state.shortages.step
+            if not size.recorded and held_unused(said) and state.shortages.size.may_repeat(step):
+                log.warning("%s (%s) in %s; the update is repeated as it was", NO_MEMORY, said, size)
+                stored = stored_plan(run)
+                note(run, stored | {"repeated": [*stored.get("repeated", []), step]})
             else:
                 may_shrink = not specs.parallel.exact
                 size = after_shortage(error, size, specs.train, state.shortages, longest, run, may_shrink, frees)
@@ -89,10 +90,16 @@ def after_shortage(
     shortages.size.shrink(asdict(smaller), shortages.step)
     until = shortages.size.last
     log.warning("%s (%s) in %s; the update is repeated in %s, until step %d", *(NO_MEMORY, said, size, smaller, until))
-    stored = json.loads((run.path / FILE).read_text()) if (run.path / FILE).exists() else {}
-    stored["shortage"] = {"step": shortages.step, "until": until, **asdict(smaller)}
-    run.write(FILE, json.dumps(stored, indent=1))
+    note(run, stored_plan(run) | {"shortage": {"step": shortages.step, "until": until, **asdict(smaller)}})
     return smaller
+
+
+def stored_plan(run: RunDir) -> dict[str, Any]:
+    return json.loads((run.path / FILE).read_text()) if (run.path / FILE).exists() else {}
+
+
+def note(run: RunDir, plan: dict[str, Any]) -> None:
+    run.write(FILE, json.dumps(plan, indent=1))
 
 
 def no_smaller_size(said: str, size: Size, train: TrainSpec, longest: int, may_shrink: bool) -> str:

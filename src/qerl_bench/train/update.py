@@ -95,8 +95,8 @@ def update(
     All ranks of `world` have the whole batch, share its backward passes, and make the same updates.
 
     If a loss or gradient is not finite, the batch is dumped into the run directory. Then the update is skipped, or the
-    run ends with TrainingStopped, as train.on_nonfinite says. If memory runs out, the update is repeated in smaller
-    micro-batches, in which those of some steps are made then.
+    run ends with TrainingStopped, as train.on_nonfinite says. If memory runs out, the update is repeated,
+    as it was or in smaller micro-batches, in which those of some steps are made then.
     """
     algo, train = specs.algo, specs.train
     lr = specs.optim.lr_at(step, specs.steps)

@@ -31,7 +31,8 @@ SAID = re.compile(
 )
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-PIECES = re.compile(r"Tried to allocate ([\d.]+) (\w+)\..* ([\d.]+) (\w+) is reserved by PyTorch but unallocated")
+SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
+UNUSED = re.compile(rf"Tried to allocate {SIZE}\..* {SIZE} is reserved by PyTorch but unallocated")
 OTHERS = re.compile(r" Process \d+ has [^.]+\.\d+ \w+ memory in use\.| See documentation for .*")  # of a GPU's message
 
 
@@ -59,12 +60,13 @@ def shortage(error: BaseException | None) -> str | None:
     return words if len(words) <= 500 else f"{words[:500]}..."
 
 
-def lies_in_pieces(said: str) -> bool:
-    """Whether PyTorch held as much as was wanted, in pieces between what was in use. `said` is of `shortage`.
+def held_unused(said: str) -> bool:
+    """Whether PyTorch held as much as was wanted without using it, by what it `said` (`shortage`).
 
-    Given back after the work that ran short has ended, such memory is whole again.
+    It lies in pieces between what is in use, or in pools that recordings keep, and can be given back once the work that
+    ran short has ended.
     """
-    if (found := PIECES.search(said)) is None:
+    if (found := UNUSED.search(said)) is None:
         return False
     wanted, unit, held, held_unit = found.groups()
     return float(held) * UNITS[held_unit] >= float(wanted) * UNITS[unit]

@@ -69,7 +69,7 @@ def test_full_training_differs_in_what_is_trained_and_how_it_is_computed(words: 
     tree: Any = compose(ours.words(arm, ours.bases[0], 0, sigma=None))
     reference: Any = compose(other.words(control, ours.bases[0], 0, sigma=None))
     differ = {key for key in tree if tree[key] != reference[key]}
-    assert differ == {"name", "lora", "model", "train", "engine", "optim", "eval"} and build(tree)
+    assert differ == {"name", "lora", "model", "train", "engine", "optim", "eval", "save_every"} and build(tree)
     assert {key for key in tree.eval if tree.eval[key] != reference.eval[key]} == {"also"}
     assert {key for key in tree.optim if tree.optim[key] != reference.optim[key]} == {"lr"}
     assert {arm.name for arm in other.arms} == {*PAGE.OF_FULL.names}
