@@ -172,36 +172,27 @@ class HFEngine:
                     return self._generate(prompts, prompt_ids, sampling)
             except Exception as error:
                 said = shortage(error)
-                limits = None
-                if said is not None and held_unused(said) and shortages.limits.may_repeat(shortages.step):
-                    log.warning("%s (%s); sampling again as it was", NO_MEMORY, said)
-                else:
-                    limits = self._smaller(error, said, len(prompts) * sampling.samples, sampling.fixed_rows)
-                    fewer = f"at most {limits.rows} completions at a time"
-                    log.warning("%s (%s); sampling again, %s", NO_MEMORY, said, fewer)
+                again = said is not None and held_unused(said) and shortages.limits.may_repeat(shortages.step)
+                limits = self.limits if again else self.limits.smaller(len(prompts) * sampling.samples)
+                if said is None or limits is None:
+                    raise
+                if sampling.fixed_rows and limits.rows != self.limits.rows:
+                    raise TrainingStopped(
+                        f"sampling: {NO_MEMORY} ({said}) with engine.max_num_seqs={self.limits.rows}, and fewer at a "
+                        "time round otherwise, which parallel.exact=true forbids. Continue with parallel.exact=false, "
+                        "or begin again with a smaller engine.max_num_seqs, the same in all runs to compare"
+                    ) from error
+                how = " as it was" if again else f", at most {limits.rows} completions at a time"
+                log.warning("%s (%s); sampling again%s", NO_MEMORY, said, how)
             if self.sampler is not None:
                 self.sampler.release()
-            if limits is not None:
+            if not again:
                 self._limit(limits)
                 smaller = {name: value for name, value in vars(limits).items() if value != vars(self.configured)[name]}
                 shortages.limits.shrink(smaller, shortages.step)
             if self.state.passes is not None:
                 self.state.passes.release()  # training records them again, if there is room then
             release()  # only now: until here the traceback holds what was computed
-
-    def _smaller(self, error: Exception, said: str | None, completions: int, fixed_rows: bool) -> Limits:
-        """Those to go on with after a shortage, as `said`. Raises `error` if it is none or they cannot be smaller, and
-        TrainingStopped if they may not."""
-        limits = self.limits.smaller(completions)
-        if said is None or limits is None:
-            raise error
-        if fixed_rows and limits.rows != self.limits.rows:
-            raise TrainingStopped(
-                f"sampling: {NO_MEMORY} ({said}) with engine.max_num_seqs={self.limits.rows}, and fewer at a "
-                "time round otherwise, which parallel.exact=true forbids. Continue with parallel.exact=false, "
-                "or begin again with a smaller engine.max_num_seqs, the same in all runs to compare"
-            ) from error
-        return limits
 
     def _limit(self, limits: Limits) -> None:
         if limits == self.limits:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -32,12 +33,17 @@ CPU_TOKENS = 2_048  # half as many are slower in a tiny model; of 135 M paramete
 PROBE_TOKENS = 1_024
 
 
+def stored_plan(run: RunDir) -> dict[str, Any]:
+    """What memory.json of the run says; nothing without one."""
+    return json.loads((run.path / FILE).read_text()) if (run.path / FILE).exists() else {}
+
+
 def planned_before(run: RunDir) -> Size | None:
     """The micro-batches that a run which goes on or begins again has planned; None if it has planned none.
 
     What shortages have made of them is in checkpoints.
     """
-    if (run.path / FILE).exists() and "micro_batch_tokens" in (stored := json.loads((run.path / FILE).read_text())):
+    if "micro_batch_tokens" in (stored := stored_plan(run)):
         return Size(stored["micro_batch_tokens"], stored.get("recorded", True))
     return None
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from qerl_bench.parallel import World
-from qerl_bench.train.memory_plan import FILE
+from qerl_bench.train.memory_plan import FILE, stored_plan
 from qerl_bench.train.reduced_sizes import Shortages, Size
 from qerl_bench.train.spec import Specs, TrainSpec
 from qerl_bench.train.trainer_state import TrainerState
@@ -51,8 +51,7 @@ def repeated_smaller(
             step = state.shortages.step
             if not size.recorded and held_unused(said) and state.shortages.size.may_repeat(step):
                 log.warning("%s (%s) in %s; the update is repeated as it was", NO_MEMORY, said, size)
-                stored = stored_plan(run)
-                note(run, stored | {"repeated": [*stored.get("repeated", []), step]})
+                note(run, {"repeated": [*stored_plan(run).get("repeated", []), step]})
             else:
                 may_shrink = not specs.parallel.exact
                 size = after_shortage(error, size, specs.train, state.shortages, longest, run, may_shrink, frees)
@@ -90,16 +89,12 @@ def after_shortage(
     shortages.size.shrink(asdict(smaller), shortages.step)
     until = shortages.size.last
     log.warning("%s (%s) in %s; the update is repeated in %s, until step %d", *(NO_MEMORY, said, size, smaller, until))
-    note(run, stored_plan(run) | {"shortage": {"step": shortages.step, "until": until, **asdict(smaller)}})
+    note(run, {"shortage": {"step": shortages.step, "until": until, **asdict(smaller)}})
     return smaller
 
 
-def stored_plan(run: RunDir) -> dict[str, Any]:
-    return json.loads((run.path / FILE).read_text()) if (run.path / FILE).exists() else {}
-
-
 def note(run: RunDir, plan: dict[str, Any]) -> None:
-    run.write(FILE, json.dumps(plan, indent=1))
+    run.write(FILE, json.dumps(stored_plan(run) | plan, indent=1))
 
 
 def no_smaller_size(said: str, size: Size, train: TrainSpec, longest: int, may_shrink: bool) -> str:
