@@ -66,7 +66,7 @@ NF4 = {
     "0.5B": Pairing(STUDY / "nf4" / "05b", STUDY / "mechanism", {"nvfp4": "nvfp4", "bf16": "bf16"}),
     "1.5B": Pairing(STUDY / "nf4" / "15b", STUDY / "rates" / "15b", {"nvfp4": "nvfp4-2e-4", "bf16": "bf16-2e-4"}),
 }
-NF4_COPIES = {"0.5B": 6, "1.5B": 8}
+NF4_COPIES = {"0.5B": 6, "1.5B": 6}
 TRAINED = ("nvfp4", "four-six", "bf16")  # arms of part 2, at two rates
 OF_FULL = Pairing(
     STUDY / "full",

@@ -65,6 +65,7 @@ from qerl_studies.tables.markdown import markdown_table
 STUDY = Path(__file__).resolve().parent
 HERE = STUDY / "rates"
 DESIGNS = {"0.5B": ("05b",), "1.5B": ("15b", "15b-high")}
+AT_TWO_RATES = [designs[0] for designs in DESIGNS.values()]
 OLDER = {"0.5B": ("05b", "05b-more"), "1.5B": ("15b", "15b-again")}  # of ../real-2026, whose bf16 had 2e-4
 FORMATS = {"bf16": "bf16", "nvfp4": "nvfp4", "four-six": "nvfp4+four-six"}  # of each arm
 THIRD = "6e-4"
@@ -205,7 +206,7 @@ def words_page(sizes: Mapping[str, Size], ended: bool = False) -> str:
     for size, read in sizes.items():
         parts += [f"## {size}, {copies_of(read)} copies"]
         parts += [f"Not whole, so not read: {', '.join(read.left_out) or 'none'}."]
-        none = ["No contrast is computed before all copies are whole."]
+        none = ["No contrast is computed before all copies are whole at two rates."]
         parts += words_of(read) if is_whole(read, ended) else none
     return "\n\n".join(parts) + "\n"
 
@@ -215,8 +216,9 @@ def copies_of(read: Size) -> int:
 
 
 def is_whole(read: Size, ended: bool) -> bool:
-    """Whether contrasts may be computed: of all copies, or of at least two if no run will follow."""
-    return (ended or not read.left_out) and copies_of(read) > 1
+    """Whether contrasts may be computed: of all copies at two rates, or of at least two if no run will follow."""
+    waits_for = [one for one in read.left_out if one.split()[-1] in AT_TWO_RATES]
+    return (ended or not waits_for) and copies_of(read) > 1
 
 
 def words_of(read: Size) -> list[str]:

@@ -240,6 +240,13 @@ def test_no_contrast_is_computed_before_all_copies_are_whole() -> None:
     assert "| **not decided** |" in ended and "**higher**" not in ended
 
 
+def test_words_wait_for_two_rates_and_not_for_the_third() -> None:
+    rows = table(4, {"four-six-2e-4": 0.05})
+    told = page(rows, ["43 of 15b-high"])
+    assert "not read: 43 of 15b-high." in told and "| **higher** |" in told
+    assert "| **higher** |" not in page(rows, ["43 of 15b", "43 of 15b-high"])
+
+
 # --- packed sessions -------------------------------------------------------------------------------------------------
 
 
