@@ -23,7 +23,7 @@ from qerl_bench.train import trainer_state
 from qerl_core.checks import ConfigError
 from qerl_core.process import termination
 from qerl_core.process.arguments import whole
-from qerl_core.process.gpu_share import RUNS_ON_GPU, neighbours
+from qerl_core.process.gpu_share import ALLOCATOR, RUNS_ON_GPU, neighbours, of_allocator
 from qerl_core.process.progress import phase, watch
 from qerl_core.process.termination import Terminated, terminations_held, terminations_noted, terminations_raise
 from qerl_core.rundir import locks
@@ -142,6 +142,25 @@ def test_a_run_knows_with_how_many_it_shares_its_gpu(tmp_path: Path, monkeypatch
     monkeypatch.setenv(RUNS_ON_GPU, "5")
     assert said(2, ["0"], "g", "h") == ["5", "5"]
     assert [neighbours(slot, 24, 8) for slot in range(24)] == [3] * 24
+
+
+def test_memory_grows_in_place_where_runs_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the user said something of PyTorch's allocator, by either name."""
+    for name in (*ALLOCATOR, RUNS_ON_GPU):
+        monkeypatch.delenv(name, raising=False)
+
+    def said(slots: int, gpus: list[str], alone: bool = False) -> str | None:
+        return of_allocator(processes.environment_of(0, slots, gpus, alone=alone))
+
+    assert said(3, ["4", "7"]) == said(2, ["4"]) == "expandable_segments:True"
+    assert said(2, ["4", "7"]) is None and said(1, ["4"]) is None and said(2, []) is None
+    monkeypatch.setenv(RUNS_ON_GPU, "5")
+    assert said(1, ["4"]) == "expandable_segments:True" and said(1, ["4"], alone=True) is None
+    for name in ALLOCATOR:
+        monkeypatch.setenv(name, "max_split_size_mb:64")
+        assert said(2, ["4"]) == "max_split_size_mb:64"
+        assert "expandable" not in str(processes.environment_of(0, 2, ["4"]))
+        monkeypatch.delenv(name)
 
 
 def test_a_run_that_is_repeated_alone_has_the_whole_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

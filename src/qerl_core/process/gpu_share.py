@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from qerl_core.checks import require
 
 RUNS_ON_GPU = "QERL_BENCH_RUNS_ON_GPU"
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # of PyTorch; vLLM reads the first alone
 CONTEXT_BYTES = 2**30  # of a process, beside what PyTorch allocates: CUDA's context, kernels, libraries
 
 
@@ -30,6 +31,11 @@ def runs_on_gpu(environment: Mapping[str, str] = os.environ) -> int:
         f"{RUNS_ON_GPU}={said} must be a whole number of at least 1, how many runs share a GPU; unset it if none do",
     )
     return int(said)
+
+
+def of_allocator(environment: Mapping[str, str] = os.environ) -> str | None:
+    """What the environment asks of PyTorch's allocator, None: nothing."""
+    return next((environment[name] for name in ALLOCATOR if environment.get(name)), None)
 
 
 def share_bytes(total: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 from qerl_core.metrics.definitions import definitions
 from qerl_core.options.user_options import folders, loaded_files
-from qerl_core.process.gpu_share import runs_on_gpu
+from qerl_core.process.gpu_share import of_allocator, runs_on_gpu
 from qerl_core.rundir.checkout import git, uncommitted
 from qerl_core.rundir.checksums import digest
 
@@ -72,6 +72,7 @@ def environment(device: str) -> dict[str, Any]:
         "cpu": cpu_name(),
         "gpu": gpu,
         "runs_on_gpu": runs_on_gpu() if gpu else None,  # of equal shares of its memory
+        "allocator": of_allocator() if gpu else None,  # as PyTorch's variable says it
         "driver": nvidia_driver() if gpu else None,
         "kernel_tables": kernel_tables(gpu),
         "threads": torch.get_num_threads(),
