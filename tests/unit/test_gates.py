@@ -395,6 +395,18 @@ def test_every_arm_of_the_committed_design_and_every_world_can_run(design: Desig
         build(compose([f"experiment=worlds/{world.stem}"]))
 
 
+def test_a_study_says_what_it_spends_its_time_on(design: Design) -> None:
+    """Doses where an arm has one, and an end in time where time is limited."""
+    assert any(arm.dosed for arm in design.arms)
+    limited = study.spent_first(design, 90.0, 2)
+    assert limited.startswith("90 minutes, 2 at a time") and "format, and doses; then" in limited
+    assert f" of {len(design.arms)} arms, as many blocks as end in time." in limited
+    undosed = replace(design, arms=[arm for arm in design.arms if not arm.dosed])
+    free = study.spent_first(undosed, float("inf"), 1)
+    assert free.startswith("no limit of time, 1 at a time") and "format; then" in free
+    assert f" of {len(undosed.arms)} arms. What" in free
+
+
 def test_an_arm_without_a_dose_is_left_out_and_named(design: Design, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING")
     (record, *_) = probes(design)

@@ -17,6 +17,7 @@ from a question.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Collection
 from dataclasses import replace
@@ -143,7 +144,11 @@ def spent_first(design: Design, minutes: float, slots: int) -> str:
     """What the time is spent on, in order, before any of it is."""
     bases, arms, runs = len(design.bases), len(design.arms), len(design.bases) * len(design.arms) * len(design.seeds)
     asked = f"{design.probe.questions} questions x {design.probe.samples} answers in each weight format"
+    limited = math.isfinite(minutes)
+    limit = f"{minutes:g} minutes" if limited else "no limit of time"
+    doses = ", and doses" if any(arm.dosed for arm in design.arms) else ""
+    ending = ", as many blocks as end in time" if limited else ""
     return (
-        f"{minutes:g} minutes, {slots} at a time: first {bases} probes, {asked}, and doses; then {runs} runs in blocks "
-        f"of {arms} arms, as many blocks as end in time. What a run takes: qerl-bench estimate, or the first block"
+        f"{limit}, {slots} at a time: first {bases} probes, {asked}{doses}; then {runs} runs in blocks of {arms} arms"
+        f"{ending}. What a run takes: qerl-bench estimate, or the first block"
     )
