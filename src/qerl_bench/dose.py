@@ -201,4 +201,5 @@ def summary_line(step: int, found: Mapping[str, float]) -> str:
     words += ", entropy unknown" if math.isnan(ratio) else f", entropy x{ratio:.2f}"
     verdict = next((words for below, words in WORDS if kl < below), "changes much")
     words += "" if math.isnan(kl) else f": {verdict}"
-    return f"first noise, step {step}: sigma {found['aqn/sigma']:g}{scale}: {words}"
+    changed = ", which changes no number" if found.get("aqn/norms_perturbed") == 0 else ""
+    return f"first noise, step {step}: sigma {found['aqn/sigma']:g}{scale}{changed}: {words}"

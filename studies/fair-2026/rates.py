@@ -217,8 +217,12 @@ def copies_of(read: Size) -> int:
 
 def is_whole(read: Size, ended: bool) -> bool:
     """Whether contrasts may be computed: of all copies at two rates, or of at least two if no run will follow."""
-    waits_for = [one for one in read.left_out if one.split()[-1] in AT_TWO_RATES]
-    return (ended or not waits_for) and copies_of(read) > 1
+    return (ended or not waits_for(read)) and copies_of(read) > 1
+
+
+def waits_for(read: Size) -> list[str]:
+    """Copies that lack a run at one of two rates, as `left_out` names them."""
+    return [one for one in read.left_out if one.split()[-1] in AT_TWO_RATES]
 
 
 def words_of(read: Size) -> list[str]:

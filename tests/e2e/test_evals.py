@@ -179,6 +179,8 @@ def test_a_folder_without_a_finished_run_is_refused_with_a_remedy(finished: Path
         main([str(tmp_path), "eval=task"])
     with pytest.raises(ConfigError, match=r"first word must be the folder of a run .*steps=0.*; usage"):
         main(["eval=task"])
+    with pytest.raises(ConfigError, match=r"it takes one run, and was given 2: .*; usage"):
+        main([str(finished), str(tmp_path), "eval=task"])
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy)
     with pytest.raises(ConfigError, match="is the run itself"):

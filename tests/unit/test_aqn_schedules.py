@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from qerl_bench.aqn.base import stage_of
+from qerl_bench.aqn.base import OpenLoop, Schedule, stage_of
 from qerl_bench.aqn.constant import Constant
 from qerl_bench.aqn.cosine import CosineDecay
 from qerl_bench.aqn.decay import StagedDecay
@@ -191,3 +191,16 @@ def test_decays_that_make_no_sense_are_refused(kind: type[StagedDecay], changed:
 def test_a_constant_that_makes_no_sense_is_refused(level: Any) -> None:
     with pytest.raises(ConfigError, match=r"aqn\.level"):
         Constant(name="constant", level=level)
+
+
+@pytest.mark.parametrize("wrong", [-1e-3, math.nan, math.inf])
+def test_a_schedule_of_the_users_own_is_refused_if_one_step_has_no_standard_deviation(wrong: float) -> None:
+    class Own(Schedule):
+        name = "own"
+
+        def sigma(self, step: int, total_steps: int) -> float:
+            return wrong if step == total_steps - 1 else 0.0
+
+    with pytest.raises(ConfigError, match=r"aqn=own has sigma=.* in step 4 of 5: .* at least 0"):
+        OpenLoop(Own(), 5)
+    assert OpenLoop(Own(), 1).sigma(1) == 0.0

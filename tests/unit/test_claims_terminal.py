@@ -31,6 +31,13 @@ def test_columns_are_explained_where_an_effect_is_shown(tmp_path: Path, capsys: 
         main([str(runs), "--out", str(tmp_path)])
         shown = capsys.readouterr().out.splitlines()
         assert any(line.startswith("detectable: ") for line in shown) == explained
+        assert ("words of verdicts: the first lines of claims.md, or docs/claims.md#verdicts" in shown) == explained
+
+
+def test_files_that_are_not_written_are_not_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(TINY), "--out", str(tmp_path), "--papers", "literature"])
+    assert "words of verdicts: docs/claims.md#verdicts" in capsys.readouterr().out.splitlines()
+    assert not (tmp_path / "claims.md").exists()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -153,13 +154,14 @@ def test_memory_grows_in_place_where_runs_share_a_gpu(monkeypatch: pytest.Monkey
         return of_allocator(processes.environment_of(0, slots, gpus, alone=alone))
 
     assert said(3, ["4", "7"]) == said(2, ["4"]) == "expandable_segments:True"
+    of_each = [processes.environment_of(slot, 3, ["4", "7"]) for slot in range(3)]  # the second has a GPU for itself
+    assert [one["PYTORCH_CUDA_ALLOC_CONF"] for one in of_each] == ["expandable_segments:True"] * 3
     assert said(2, ["4", "7"]) is None and said(1, ["4"]) is None and said(2, []) is None
     monkeypatch.setenv(RUNS_ON_GPU, "5")
     assert said(1, ["4"]) == "expandable_segments:True" and said(1, ["4"], alone=True) is None
-    for name in ALLOCATOR:
-        monkeypatch.setenv(name, "max_split_size_mb:64")
-        assert said(2, ["4"]) == "max_split_size_mb:64"
-        assert "expandable" not in str(processes.environment_of(0, 2, ["4"]))
+    for name, own in product(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), ("max_split_size_mb:64", "")):
+        monkeypatch.setenv(name, own)
+        assert said(2, ["4"]) == own and "expandable" not in str(processes.environment_of(0, 2, ["4"]))
         monkeypatch.delenv(name)
 
 

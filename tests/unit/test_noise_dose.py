@@ -172,6 +172,8 @@ def test_the_line_says_what_the_numbers_mean(kl: float, words: str) -> None:
     line = dose.summary_line(7, found)
     assert line.startswith("first noise, step 7: sigma 0.01 (1.2% of the median norm scale): KL ") and "x1.00" in line
     assert line.endswith(f"changes {words}")
+    assert "changes no number" not in dose.summary_line(7, found | {"aqn/norms_perturbed": 1})
+    assert "scale), which changes no number: KL " in dose.summary_line(7, found | {"aqn/norms_perturbed": 0})
     del found["aqn/sigma_share"]
     assert "norm scale" not in dose.summary_line(7, found)
     found |= {"aqn/dose_entropy": math.nan}

@@ -424,6 +424,7 @@ def test_environment(run: RunDir) -> None:
     run.write_environment("cpu", "sha256:1f")
     first = json.loads((run.path / "env.json").read_text())
     assert first["device"] == "cpu" and first["gpu"] is None and first["driver"] is None
+    assert first["runs_on_gpu"] is None and first["allocator"] is None
     assert first["packages"]["torch"] and first["packages"]["hydra-core"] == "1.3.8"
     assert first["base"] == "sha256:1f" and (first["cpu"] is None or "model name" not in first["cpu"])
     assert first["argv"] == sys.argv and first["python"].startswith("3.")

@@ -6,12 +6,14 @@ loop). A schedule that reacts to the policy brings its own controller, whose sta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from qerl_bench.aqn.norm_errors import NormErrors
 from qerl_bench.aqn.spec import NoiseSpec
 from qerl_bench.quant.base import WeightFormat
+from qerl_core.checks import require
 
 
 class SigmaController(Protocol):
@@ -60,9 +62,19 @@ class Schedule:
 
 
 class OpenLoop:
-    """Follows a schedule and ignores the policy; every norm gets the same sigma or a fixed multiple of it."""
+    """Follows a schedule and ignores the policy; every norm gets the same sigma or a fixed multiple of it.
+
+    Raises ConfigError for a schedule that has a step without a finite sigma of at least 0.
+    """
 
     def __init__(self, schedule: Schedule, total_steps: int, per_norm_scale: Mapping[str, float] | None = None) -> None:
+        for step in range(1, total_steps + 1):
+            sigma = schedule.sigma(step, total_steps)
+            require(
+                math.isfinite(sigma) and sigma >= 0,
+                f"aqn={schedule.name} has sigma={sigma:g} in step {step} of {total_steps}: a standard deviation is a "
+                "finite number of at least 0; change its options or its class",
+            )
         self.schedule = schedule
         self.total_steps = total_steps
         self.per_norm_scale: Mapping[str, float] = per_norm_scale or {}

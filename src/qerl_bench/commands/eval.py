@@ -63,6 +63,8 @@ def reevaluate_run(argv: list[str], world: World) -> None:
     words = [word for word in words if word.partition("=")[0] not in OURS]
     for key, values in given.items():
         require(len(values) <= 1 and "" not in values, f"{key}= takes one value; {USAGE}")
+    further = [word for word in words if "=" not in word and Path(word).is_dir()]
+    require(not further, f"it takes one run, and was given {1 + len(further)}: {run_dir} {' '.join(further)}; {USAGE}")
     stored = stored_config(run_dir)
     require(
         bool(words or given["checkpoint"]),

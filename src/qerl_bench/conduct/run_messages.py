@@ -23,7 +23,7 @@ from qerl_studies.runs.load import Run
 
 PROMPT = 100  # letters of a prompt that are shown
 BESIDE = 12  # columns of a heading
-DOSE = ("sigma", "sigma_share", "dose_kl", "dose_entropy")
+DOSE = ("sigma", "sigma_share", "dose_kl", "dose_entropy", "norms_perturbed")
 VARIED = re.compile(r"[+~]*(quant=|name=|aqn\b|noise\b)")  # what the next command chooses
 
 

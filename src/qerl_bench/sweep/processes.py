@@ -223,14 +223,16 @@ def environment_of(
 ) -> dict[str, str]:
     """The variables of a process in one of several slots: its GPU, if there are any, its share of that, and of the
     cores. No more than `left` runs share a GPU, None: there are enough for all slots. A share that was set by hand
-    wins, except for a run that is to be `alone`. In a share PyTorch's memory grows in place, or as was set by hand."""
+    wins, except for a run that is to be `alone`. Where a GPU is shared PyTorch's memory grows in place in all slots, or
+    as was set by hand."""
     environment = dict(os.environ)
     if alone:
         environment.pop(RUNS_ON_GPU, None)
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
         environment.setdefault(RUNS_ON_GPU, str(min(neighbours(slot, slots, len(gpus)), left or slots)))
-        if runs_on_gpu(environment) > 1 and of_allocator(environment) is None:
+        shared = not alone and (slots > len(gpus) or runs_on_gpu(environment) > 1)
+        if shared and of_allocator(environment) is None:
             environment[ALLOCATOR[0]] = "expandable_segments:True"
     if slots > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots)))

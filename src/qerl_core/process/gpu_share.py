@@ -34,8 +34,8 @@ def runs_on_gpu(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def of_allocator(environment: Mapping[str, str] = os.environ) -> str | None:
-    """What the environment asks of PyTorch's allocator, None: nothing."""
-    return next((environment[name] for name in ALLOCATOR if environment.get(name)), None)
+    """What the environment asks of PyTorch's allocator, by the name that PyTorch reads first; None: nothing."""
+    return next((environment[name] for name in ALLOCATOR if name in environment), None)
 
 
 def share_bytes(total: int) -> int:

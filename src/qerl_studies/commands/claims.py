@@ -33,7 +33,7 @@ from qerl_studies.tables.paper import add_format, write_table
 
 COLUMNS = """from: what intervals are over, bases or the seeds of one base, with degrees of freedom (df)
 detectable: the smallest true effect that such runs find in four cases of five
-words of verdicts: the first lines of claims.md, or docs/claims.md#verdicts
+words of verdicts: {where}docs/claims.md#verdicts
 """
 
 
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
             name = f"verdicts{'' if len(results) == 1 else f'_{number}'}"
             print(write_table(verdict_table(name, scope, claim_results, whose), options.format, options.out))
     if any(one.effect for of_scope in results.values() for result in of_scope for one in result.voting):
-        print(COLUMNS)
+        print(COLUMNS.format(where="the first lines of claims.md, or " if "claims.md" in files else ""))
     files |= {"primary.md": own} if own else {}
     options.out.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():

@@ -7,6 +7,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -167,6 +168,22 @@ def test_full_training_has_the_words_of_its_protocol(end: float, error: float, s
     rows = table(error=error, **arms, full=end)
     found = PAGE.full_words(rows[rows["copy"] < 57], "nvfp4-4e-4", "four-six-2e-4", "bf16-2e-4")  # six copies
     assert f"**{said}.**" in found and "| bf16-2e-4 - full |" in found[3]
+
+
+def test_full_training_waits_for_part_2_at_two_rates_and_not_for_the_third(monkeypatch: pytest.MonkeyPatch) -> None:
+    arms = {f"{kind}-{rate}": 0.25 for kind in PAGE.TRAINED for rate in PAGE.RATES}
+    rows = table(**arms, full=0.2)
+
+    def said(*left_out: str) -> str:
+        monkeypatch.setattr(PAGE, "rows_of", lambda _: (rows[rows["copy"] < 57], []))
+        monkeypatch.setattr(
+            PAGE, "read_size", lambda *_: SimpleNamespace(rows=rows.assign(arm="bf16-2e-4"), left_out=left_out)
+        )
+        monkeypatch.setattr(PAGE, "own_best", lambda _, kind: f"{kind}-2e-4")
+        return PAGE.full_page(PAGE.OF_FULL, STUDY)
+
+    assert "**LoRA in NVFP4 ends above full training.**" in said("43 of 15b-high")
+    assert "no words: copies 44 lack a run" in said("44 of 15b", "43 of 15b-high", "44 of 15b-high")
 
 
 def test_too_few_copies_decide_nothing() -> None:
