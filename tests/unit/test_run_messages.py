@@ -44,7 +44,13 @@ def test_a_task_without_questions_has_a_line_less() -> None:
     assert len(opening(build(compose(["task=shape", "model=shape/tiny", "eval=none"])))) == 1
 
 
-DOSE = {"aqn/sigma": 0.01, "aqn/sigma_share": 0.02, "aqn/dose_kl": 0.002, "aqn/dose_entropy": 1.25}
+DOSE = {
+    "aqn/sigma": 0.01,
+    "aqn/sigma_share": 0.02,
+    "aqn/dose_kl": 0.002,
+    "aqn/dose_entropy": 1.25,
+    "aqn/norms_perturbed": 5,
+}
 
 
 @pytest.mark.parametrize("noisy", [False, True])
