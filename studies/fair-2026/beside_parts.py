@@ -19,7 +19,7 @@ import pandas as pd
 from mechanism import FORMATS, MARGIN, read
 from rates import FORMATS as OF_RATES
 from rates import HERE as RATES_PART
-from rates import LAST, SHARES, is_whole, levels, numbers_of, read_size, require_whole, table_of, waits_for
+from rates import LAST, SHARES, levels, numbers_of, read_size, require_whole, table_of, waits_for
 from rates_analysis.contrasts import COPIES, RATES, Asked, Contrast, effect, has_trained, minus, own_best, tested
 
 from qerl_core.exits import guarded
@@ -148,8 +148,7 @@ def full_page(pairing: Pairing, data: Path) -> str:
         "Brackets are 95 % intervals; differences are points.",
     ]
     (rows, lacking), part_2 = rows_of(pairing), read_size("1.5B", data)
-    if not lacking and not is_whole(part_2, False):
-        lacking = [int(name.split()[0]) for name in waits_for(part_2)]
+    lacking = lacking or [int(name.split()[0]) for name in waits_for(part_2)]
     best = () if lacking else tuple(own_best(part_2.rows, kind) for kind in TRAINED)
     return "\n\n".join([*parts, *(not_whole(lacking) or full_words(rows, *best))]) + "\n"
 
