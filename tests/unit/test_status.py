@@ -73,6 +73,21 @@ def test_each_state_and_the_time_left(tmp_path: Path, run, capsys: pytest.Captur
     assert "waiting" not in capsys.readouterr().out  # the sweep has ended
 
 
+def test_what_was_killed_in_a_sweep_is_not_waited_for(tmp_path: Path, run) -> None:
+    """It waits if another sweep of it has begun since."""
+    killed, old = run("killed", steps=4), run("old", steps=4)
+    os.utime(old / "run.log", (0, 0))
+    with listed(tmp_path, [killed, old]):
+        now = time.time()
+        os.utime(killed / "run.log", (now + 10, now + 10))
+        assert [one.state for one in status.statuses([tmp_path])] == ["unfinished", "waiting"]
+        with listed(tmp_path, [killed]):
+            for place in tmp_path.glob(".sweeps/*.json"):
+                if str(old) not in place.read_text():
+                    os.utime(place, (now + 20, now + 20))
+            assert [one.state for one in status.statuses([tmp_path])] == ["waiting", "waiting"]
+
+
 @pytest.mark.parametrize(
     ("said", "state"),
     [
@@ -155,4 +170,4 @@ def test_runs_to_come_are_shown_as_the_others_are(tmp_path: Path, run, monkeypat
 def test_a_sweep_may_end_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listing, "holder", lambda lock: lock.with_suffix(".json").unlink() or "somebody")
     with listing.listed(tmp_path, [tmp_path / "a"]):
-        assert listing.going_on(tmp_path) == []
+        assert listing.going_on(tmp_path) == {}

@@ -37,11 +37,14 @@ def listed(folder: Path, run_dirs: Sequence[Path]) -> Iterator[None]:
             place.parent.rmdir()
 
 
-def going_on(folder: Path) -> list[Path]:
-    """The run directories of all sweeps that are listed in `folder` and go on."""
+def going_on(folder: Path) -> dict[Path, float]:
+    """The run directories of all sweeps that are listed in `folder` and go on, and when the last of them began, in unix
+    seconds."""
     places = [place for place in (folder / FOLDER).glob("*.json") if holder(place.with_suffix(".lock"))]
-    runs: list[Path] = []
+    runs: dict[Path, float] = {}
     for place in places:
         with suppress(FileNotFoundError):  # that sweep ended just now
-            runs += map(Path, json.loads(place.read_text()))
+            began = place.stat().st_mtime
+            for run in map(Path, json.loads(place.read_text())):
+                runs[run] = max(began, runs.get(run, began))
     return runs

@@ -50,12 +50,12 @@ def statuses(folders: list[Path]) -> list[Status]:
     """The status of each run below `folders`, and of those that a sweep which goes on there has yet to start."""
     runs = {run for folder in folders for run in runs_below(folder)}
     known = {run.absolute() for run in runs}
-    swept = {run: folder for folder in folders for run in going_on(folder)}
-    coming = [below(run, swept[run]) for run in sorted(swept.keys() - known) if not is_finished(run)]
+    swept = {run: (folder, began) for folder in folders for run, began in going_on(folder).items()}
+    coming = [(run, *swept[run]) for run in sorted(swept.keys() - known) if not is_finished(run)]
     queue = cache(own_jobs)  # Slurm is asked once, and only if a run seems to be queued
     return [
-        *(status_of(run, run.absolute() in swept, queue) for run in sorted(runs)),
-        *(status_of(run, True, queue) for run in coming),
+        *(status_of(run, swept.get(run.absolute(), (None, None))[1], queue) for run in sorted(runs)),
+        *(status_of(below(run, folder), began, queue) for run, folder, began in coming),
     ]
 
 
@@ -74,23 +74,28 @@ def runs_below(folder: Path) -> Iterator[Path]:
         folders[:] = [name for name in folders if not found and not name.startswith(".") and name not in INSIDE]
 
 
-def status_of(run: Path, swept: bool, queue: Callable[[], Container[str] | None]) -> Status:
-    """The status of a run; one that is `swept` belongs to a sweep that goes on, and will be started by it.
+def status_of(run: Path, swept: float | None, queue: Callable[[], Container[str] | None]) -> Status:
+    """The status of a run; `swept` is when a sweep that goes on and has it in its list began, in unix seconds.
 
-    `queue` gives the jobs that Slurm has; None if it does not answer.
+    That sweep will start it, unless it did and the run was killed. `queue` gives the jobs that Slurm has; None if it
+    does not answer.
     """
     state, note = state_of(run)
     if state == "queued" and is_gone(run / "job.json", queue):
         state, note = "unfinished", f"job {job_in(run / 'job.json').get('job')} left the queue before it began"
-    if swept and state == "unfinished":
+    if swept is not None and state == "unfinished" and not written_after(swept, run / "run.log"):
         state = "waiting"
     steps, records = None, tail(run)
-    to_begin = swept or (run / "job.json").exists()
+    to_begin = swept is not None or (run / "job.json").exists()
     try:
         steps = None if to_begin and not (run / "config.yaml").exists() else total_steps(run)
     except ConfigError as error:
         state, note = ("damaged", note or str(error)) if state in ENDED else (state, f"{note}  {error}")
     return Status(run, state, latest_step(records), steps, pace_of(records), note)
+
+
+def written_after(time_s: float, file: Path) -> bool:
+    return file.exists() and file.stat().st_mtime > time_s
 
 
 def state_of(run: Path) -> tuple[str, str]:
