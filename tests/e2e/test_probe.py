@@ -17,6 +17,7 @@ import yaml
 from qerl_bench.__main__ import main
 from qerl_bench.probe import parts
 from qerl_core.process.arguments import whole
+from qerl_core.process.progress import watch
 from tests.models.gguf_files import model_of, write
 from tests.parallel.programs import UNDRAWN
 
@@ -101,8 +102,16 @@ def test_a_probe_that_is_stopped_again_and_again_has_the_numbers_of_one_left_alo
     ]
     asked: list[str] = []
     kept, ask = parts.write_atomically, parts.sample_answers
-    monkeypatch.setattr(parts, "sample_answers", lambda *given: (asked.append("asked"), ask(*given))[1])
+
+    def asks(*given: Any) -> Any:
+        asked.append(", ".join(one.label for one in watch.phases))
+        return ask(*given)
+
+    monkeypatch.setattr(parts, "sample_answers", asks)
     main([*words, "out=alone"])
+    first, second = (f"{quant} of 2 weight formats)" for quant in ("bf16 (1", "nvfp4 (2"))
+    in_formats = [f"{first}, answers in {name}" for name in ("tags", "boxed")]
+    assert asked == [*in_formats, first, first, second, second]
     (said,) = [line for line in caplog.messages if line.startswith("to ask: ")]
     assert said.startswith(
         "to ask: 2 questions of each part to complete; 4 greedy answers in 2 answer formats; in each of 2 weight "

@@ -146,7 +146,11 @@ class Probing:
                 self.reference.take(self.first.train, build_policy(self.first, self.base, self.device), plain)
         with phase(f"loading {experiment.model.name} in {quant}"):
             policy = build_policy(experiment, self.base, self.device)
-        with closing(experiment.engine.build(policy)) as engine:
+        number = [*self.experiments].index(quant) + 1
+        with (
+            closing(experiment.engine.build(policy)) as engine,
+            phase(f"{quant} ({number} of {len(self.experiments)} weight formats)"),
+        ):
             yield policy, engine
 
     def measured(
@@ -185,7 +189,8 @@ class Probing:
             task = in_answer_format(self.first.task, name)
             prompts = probe_plan(self.options).prompts_of(task)[:ANSWER_FORMAT_QUESTIONS]
             how = f"answers in {name}", task, engine, prompts, 0, 1, "answers", self.device
-            asked = kept_answers(self.parts, *how)
+            with phase(f"answers in {name}"):
+                asked = kept_answers(self.parts, *how)
             by_format[name] = numbers(asked)
             tables.append(labelled(table([asked], self.options.texts), self.first.quant.name, name))
             self.write_page(record)
