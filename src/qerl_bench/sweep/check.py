@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from qerl_bench.config import build
 from qerl_bench.eval.base import Evaluator
 from qerl_bench.experiment_spec import Experiment
+from qerl_bench.sweep.since_finished import changed_since, warn_of_changes
 from qerl_bench.task.base import Task
 from qerl_bench.task.dataset import DataRefused, TooFew
 from qerl_core.checks import ConfigError, require
@@ -58,6 +59,7 @@ def check_single(argv: list[str]) -> Point | None:
         Composer().tree(words)
         return None
     point = check_point(Composer(), words)
+    warn_of_changes([point])
     if not point.finished:
         refuse_locked(point.run_dir)
     return point
@@ -147,6 +149,7 @@ def check_points(job_overrides: Sequence[Sequence[str]], here: bool = True) -> l
         if point.name in points:
             raise ConfigError(f"{' '.join(overrides)} and {' '.join(points[point.name].overrides)} are the same run")
         points[point.name] = point
+    warn_of_changes([*points.values()])
     return list(points.values())
 
 
@@ -159,10 +162,11 @@ def check_point(composer: Composer, overrides: Sequence[str], here: bool = True,
     """
     tree = composer.tree(overrides)
     name, run_dir = str(tree["name"]), Path(str(tree["root"]), "runs", str(tree["name"]))
-    finished, damage = is_finished(run_dir), None
+    finished, damage, changed = is_finished(run_dir), None, []
     try:
         if finished:
             check_run_dir(run_dir, tree)
+            changed = changed_since(run_dir, tree)
         else:
             if here:
                 require_gpu(tree.get("device"))
@@ -171,7 +175,7 @@ def check_point(composer: Composer, overrides: Sequence[str], here: bool = True,
         if not keep_damaged:
             raise
         damage = str(error)
-    return Point(list(overrides), name, run_dir, finished and damage is None, damage)
+    return Point(list(overrides), name, run_dir, finished and damage is None, damage, changed)
 
 
 def note_following_alpha(points: Sequence[Sequence[str]]) -> None:

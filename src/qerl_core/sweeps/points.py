@@ -22,6 +22,7 @@ class Point:
     run_dir: Path
     finished: bool
     damage: str | None = None  # why it can neither run nor count as finished
+    changed: Sequence[str] = ()  # what a finished one was made with and is now another
 
 
 class SweepFailed(TrainingStopped):
