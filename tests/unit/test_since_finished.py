@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
 from qerl_bench.__main__ import main
+from qerl_core.process.arguments import whole
 
 TINY = Path(__file__).parents[1] / "assets" / "gsm8k_tiny.jsonl"
 LENGTH = "def reward(completions, **columns):\n    return [len(text) / 10 for text in completions]\n"
@@ -51,6 +53,7 @@ def test_what_has_changed_since_is_named(
     names: list[str],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     place = shutil.copytree(finished, tmp_path / "copy")
     monkeypatch.chdir(place)
@@ -61,8 +64,8 @@ def test_what_has_changed_since_is_named(
     for words in (WORDS, [*WORDS, "-m"]):
         caplog.clear()
         main(words)
-        said = [line for line in caplog.messages if "is not what" in line]
-        assert [line.partition(" is not what finished runs were made with (done)")[0] for line in said] == names
+        said = whole(caplog.text + capsys.readouterr().err)  # of a sweep Hydra takes the log
+        assert re.findall(r"(mine\.py|the \S+ data) is not what finished runs were made with \(done\)", said) == names
 
 
 def test_what_is_gone_is_not_missed(
