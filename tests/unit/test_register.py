@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 import shutil
@@ -12,8 +13,15 @@ import pytest
 from qerl_bench.__main__ import main
 from qerl_core.checks import ConfigError
 from qerl_core.process.arguments import whole
-from qerl_studies.claims.registration import REGISTERED, Registration, content_hash, read_registration
+from qerl_studies.claims.registration import (
+    REGISTERED,
+    Registration,
+    content_hash,
+    read_registration,
+    register,
+)
 from qerl_studies.commands.check import check_study
+from tests.run_folders import write_run
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "own-claim.md").read_text()
@@ -46,7 +54,7 @@ def test_what_is_fixed_is_written_and_printed(claim: Path, tmp_path: Path, capsy
     assert main(["register", str(claim), f"out={study}", "units=3", "looks=2,3"]) == 0
     made = read_registration(study)
     assert (made.units, made.looks, made.expected, made.contrasts) == (3, (2, 3), "less", ("nvfp4 - bf16",))
-    assert made.margin == "2.0 %" and re.fullmatch(r"20\d\d-\d\d-\d\d", made.date)
+    assert made.margin == "2.0 %" and re.fullmatch(r"20\d\d-\d\d-\d\dT[\d:]{8}\+00:00", made.date)
     assert (study / "claim" / "first_entropy.yaml").read_text() == CLAIM
     assert made.seal in capsys.readouterr().out
     assert "no look reached; no runs yet" in check_study(study)
@@ -111,9 +119,22 @@ def test_runs_from_before_are_refused_and_looks_are_counted(study: Path) -> None
     for run in settings["runs"].values():
         run["started"] = 1.79e9
     (study / "settings.json").write_text(json.dumps(settings))
-    dated("2999-01-01")
-    with pytest.raises(ConfigError, match="began before 2999-01-01"):
+    began = datetime.datetime.fromtimestamp(1.79e9, datetime.UTC)
+    dated(began.isoformat())
+    with pytest.raises(ConfigError, match="SHA-256"):  # what was changed here, and not when it began
         check_study(study)
+    for late in ((began + datetime.timedelta(seconds=1)).isoformat(), "2999-01-01"):
+        dated(late)
+        with pytest.raises(ConfigError, match=f"began before the registration of {re.escape(late)}"):
+            check_study(study)
+
+
+@pytest.mark.parametrize("place", ["runs/a", "session/runs/a"])
+def test_a_folder_with_runs_is_refused(place: str, claim: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "study" / place, "steps: 1\n", [])
+    with pytest.raises(ConfigError, match=f"has {place} already"):
+        register(claim, 3, [3], tmp_path / "study")
+    assert not (tmp_path / "study" / REGISTERED).exists()
 
 
 def test_wrong_words_are_refused_in_a_sentence(

@@ -1,7 +1,7 @@
-"""A claim that was fixed before its data: a copy of its file, what was promised, the day, and a hash of all that.
+"""A claim that was fixed before its data: a copy of its file, what was promised, the time, and a hash of all that.
 
     STUDY/claim/NAME.yaml     the claim; beside it copies of the files that it takes values from
-    STUDY/registered.json     measure, margin, contrasts, units and looks, the day, the hash of the claim, and the seal
+    STUDY/registered.json     measure, margin, contrasts, units and looks, the time, the hash of the claim, and the seal
 
 The seal is a hash of the rest of registered.json. Whoever changes a file and its seal alike is found only by a copy of
 the seal elsewhere: in a commit, a pull request, a thread. So the command prints it, and `check` does too.
@@ -22,6 +22,7 @@ from qerl_core.checks import ConfigError, require
 from qerl_core.options.names import layer_files, layers
 from qerl_core.process.installation import CONF_DIR
 from qerl_core.rundir.read_files import read_object, read_yaml
+from qerl_core.sweeps.status import runs_below
 from qerl_studies.claims.read import GROUP, read_claim
 from qerl_studies.runs.load import Run
 from qerl_studies.runs.parse import first_names
@@ -45,7 +46,7 @@ class Registration:
     contrasts: tuple[str, ...]
     units: int
     looks: tuple[int, ...]
-    date: str
+    date: str  # in UTC: a day, which earlier versions kept, or a second
 
     @property
     def seal(self) -> str:
@@ -83,6 +84,7 @@ def register(file: Path, units: int, looks: Sequence[int], out: Path) -> Registr
     )
     require(not (out / REGISTERED).exists(), f"{out / REGISTERED} is there already. {REMEDY}")
     held = [name for name in ("data", "metrics.jsonl", "reported.csv", "tidy.parquet") if (out / name).exists()]
+    held += [str(run.relative_to(out)) for run in runs_below(out) if run != out][:1]
     require(
         not held,
         f"{out} has {' and '.join(held)} already: a claim is registered before its runs, in a folder without any",
@@ -98,7 +100,7 @@ def register(file: Path, units: int, looks: Sequence[int], out: Path) -> Registr
         tuple(one.label for one in claim.contrasts if one.votes),
         units,
         tuple(looks),
-        datetime.datetime.now(datetime.UTC).date().isoformat(),
+        datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
     _copy(files_of(file), out)
     (out / REGISTERED).write_text(json.dumps(asdict(made) | {"seal": made.seal}, indent=1) + "\n")
@@ -181,12 +183,12 @@ def read_registration(folder: Path) -> Registration:
 
 def check_registration(folder: Path, runs: Sequence[Run]) -> str:
     """What was registered, in words, with its seal. Raises ConfigError if the claim beside it has another content, or
-    if a run began before the day."""
+    if a run began before."""
     made = read_registration(folder)
     claim_file(folder, made)
-    day = datetime.datetime.fromisoformat(made.date).replace(tzinfo=datetime.UTC).timestamp()
-    early = sorted(run.name for run in runs if run.done.get("started", day) < day)
-    require(not early, f"{first_names(early)} began before {made.date}, the day of registration")
+    since = datetime.datetime.fromisoformat(made.date).replace(tzinfo=datetime.UTC).timestamp()
+    early = sorted(run.name for run in runs if run.done.get("started", since) < since)
+    require(not early, f"{first_names(early)} began before the registration of {made.date}")
     unknown = sum("started" not in run.done for run in runs)
     units = unit_count(runs) if runs else 0
     reached = [look for look in made.looks if look <= units]

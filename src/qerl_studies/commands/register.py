@@ -1,4 +1,4 @@
-"""Fix a claim before there are runs: what is measured, the margin, how many units, at how many one looks, and the day.
+"""Fix a claim before there are runs: what is measured, the margin, how many units, at how many one looks, and the time.
 
     qerl-bench register mine/claim/first_entropy.yaml out=studies/mine units=12 looks=8,12
 
