@@ -36,15 +36,21 @@ def budget(**changes: float) -> Budget:
     return Budget(**values | {"sd": 2, "formats": 1, "answers": 10**9, "dosed": 0} | changes)
 
 
+def fitting(one: Budget, left: float) -> int:
+    """Seeds that fit into the minutes that are left, of which three quarters of one are kept for the end."""
+    rounds = int((left - 0.75) / one.run_minutes)
+    return min(MOST_SEEDS, rounds * one.slots // (one.arms * one.models))
+
+
 def test_a_design_is_read_as_it_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drafted(tmp_path / "q", *QUESTION, *COST)
     design = read_design(tmp_path / "q" / "study.yaml")
     assert {arm.name: arm.words for arm in design.arms} == {"none": ["aqn=none"], "exp": ["aqn=exp"]}
-    assert design.common == ["task=even_characters", "experiment=smoke"] and design.seeds == tuple(range(9))
+    assert design.common == ["task=even_characters", "experiment=smoke"] and design.seeds == tuple(range(8))
     assert [unit.words for unit in design.units.values()] == [("model=tiny_untrained",)]
     protocol = (tmp_path / "q" / "protocol.md").read_text()
-    assert f"{tmp_path}/q/study.yaml minutes=10" in protocol and "| 9 (this study) |" in protocol
-    assert "2 arms x 9 seeds" in capsys.readouterr().out
+    assert f"{tmp_path}/q/study.yaml minutes=10" in protocol and "| 8 (this study) |" in protocol
+    assert "2 arms x 8 seeds" in capsys.readouterr().out
 
 
 def test_places_of_models_and_words_with_dots_are_taken(tmp_path: Path) -> None:
@@ -127,9 +133,16 @@ def test_the_probe_asks_what_a_tenth_of_the_minutes_buys(changes: dict[str, floa
     assert one.questions == questions
     spent = one.questions * one.question_minutes
     assert questions in (16, 512) or spent == pytest.approx(one.minutes / 10)
-    assert one.seeds == min(
-        MOST_SEEDS, int((one.minutes - spent) * one.slots / one.run_minutes / one.arms / one.models)
-    )
+    assert one.seeds == fitting(one, one.minutes - spent)
+
+
+def test_runs_come_in_rounds_of_the_slots() -> None:
+    """Eight runs of 40 minutes, six at a time, take 80 minutes and not 53; the end of a session takes 45 seconds."""
+    assert budget(minutes=60, run_minutes=40, slots=6).seeds == 3
+    assert budget(minutes=81, run_minutes=40, slots=6).seeds == 6
+    assert budget(minutes=80, run_minutes=40, slots=6).seeds == 3
+    bought = budget(minutes=100, run_minutes=40, slots=6, arms=5).bought()
+    assert bought.endswith("10 runs of 40 min, 6 at a time, 80 min")
 
 
 def test_a_draft_says_what_its_probe_costs_and_tells(tmp_path: Path) -> None:
@@ -152,16 +165,16 @@ def test_the_dose_has_the_draws_that_another_tenth_buys(changes: dict[str, float
     one = budget(**{"answers": 2048, "dosed": 8} | changes)
     assert one.draws == draws and one.draw_minutes == pytest.approx(2.5 * -(-one.models // one.slots))
     left = one.minutes - one.questions * one.question_minutes - draws * one.draw_minutes
-    assert one.seeds == min(MOST_SEEDS, int(left * one.slots / one.run_minutes / one.arms / one.models))
+    assert one.seeds == fitting(one, left)
 
 
 def test_a_budget_fits_with_its_dose_or_is_refused() -> None:
-    """Of 11.66 minutes: 74 questions x 16 answers are 1.16, one draw is 2.5, and two seeds of two arms 8."""
+    """Of 12.49 minutes: 79 questions x 16 answers are 1.23, one draw is 2.5, two seeds of two arms 8, the end 0.75."""
     values = {"answers": 2048, "dosed": 8}
-    assert budget(minutes=11.66, **values).seeds == 2
-    with pytest.raises(ConfigError, match=r"minutes=11\.65 .* 1 draws of the dose and 1 seeds"):
-        budget(minutes=11.65, **values)
-    assert budget(minutes=11.65, answers=2048).seeds == 2
+    assert budget(minutes=12.49, **values).seeds == 2
+    with pytest.raises(ConfigError, match=r"minutes=12\.48 .* 1 draws of the dose and 1 seeds"):
+        budget(minutes=12.48, **values)
+    assert budget(minutes=12.48, answers=2048).seeds == 2
 
 
 def test_only_a_draft_with_matched_noise_pays_for_a_dose(tmp_path: Path) -> None:
@@ -171,7 +184,7 @@ def test_only_a_draft_with_matched_noise_pays_for_a_dose(tmp_path: Path) -> None
     exp, matched = (read_design(tmp_path / name / "study.yaml") for name in ("exp", "matched"))
     price = 0.5 / 416 * 16 * 32 * 10  # of a draw, minutes, of a run of 416 answers in groups of 16
     assert (exp.dose.draws, matched.dose.draws) == (8, 1) and 60 * 0.1 / price < 2
-    assert (len(exp.seeds), len(matched.seeds)) == (54, math.floor((54 - price) / 0.5 / 2))
+    assert (len(exp.seeds), len(matched.seeds)) == (53, math.floor((53.25 - price) / 0.5 / 2))
     assert f"{price:.2g} minutes" in (tmp_path / "matched" / "protocol.md").read_text()
 
 
@@ -221,7 +234,7 @@ def test_each_copy_has_its_own_probe_in_the_budget() -> None:
 def test_what_the_minutes_buy_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drafted(tmp_path / "q", *QUESTION, *COST)
     assert re.search(
-        r"10 minutes buy a probe of \d+ questions, .* min; 18 runs of 0.5 min, 1 at a time, 9 min",
+        r"10 minutes buy a probe of \d+ questions, .* min; 16 runs of 0.5 min, 1 at a time, 8 min",
         capsys.readouterr().out,
     )
 

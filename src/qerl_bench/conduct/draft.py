@@ -26,6 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from qerl_bench.conduct.deadline import END_S
 from qerl_bench.conduct.run_time import minutes_of
 from qerl_bench.config import build, compose
 from qerl_core.checks import ConfigError, check_fields, count, number, require
@@ -88,12 +89,14 @@ class Budget:
 
     @property
     def seeds(self) -> int:
-        """How many fit after probe and dose, a run in each of `slots` at a time; of copies those with a run each."""
+        """How many fit after probe and dose and before the end, in whole rounds of `slots` runs; of copies those with a
+        run each."""
         if self.copies:
             each = (replace(self, copies=False, models=copies, checked=False) for copies in range(1, MOST_SEEDS + 1))
             return sum(one.seeds >= 1 for one in each)
-        left = max(0.0, self.minutes - self.probe_minutes - self.dose_minutes)
-        return min(MOST_SEEDS, math.floor(left * self.slots / self.run_minutes / self.arms / self.models))
+        left = self.minutes - END_S / 60 - self.probe_minutes - self.dose_minutes
+        rounds = max(0, math.floor(left / self.run_minutes))
+        return min(MOST_SEEDS, rounds * self.slots // (self.arms * self.models))
 
     @property
     def unit(self) -> str:
@@ -113,7 +116,7 @@ class Budget:
 
     def bought(self) -> str:
         """What the minutes buy, in the order in which they are spent."""
-        runs = self.runs * self.run_minutes / self.slots
+        runs = math.ceil(self.runs / self.slots) * self.run_minutes
         dose = f"; {self.draws} draws of noise, {self.dose_minutes:.3g} min" if self.dosed else ""
         return (
             f"{self.minutes:g} minutes buy a probe of {self.questions} questions, {self.probe_minutes:.3g} min{dose}; "
