@@ -60,7 +60,7 @@ def test_the_slope_and_its_error_are_those_of_least_squares() -> None:
     assert (found.value, found.stderr, found.df, found.n) == pytest.approx((best[0], error, 7, 12))
 
 
-@pytest.mark.parametrize("shares", [[0.1, 0.2], [0.3, 0.3, 0.3]], ids=str)
+@pytest.mark.parametrize("shares", [[0.1, 0.2], [0.3, 0.3, 0.3], [0.0, 0.0, 0.0, 0.0]], ids=str)
 def test_too_few_runs_for_a_slope_are_refused(shares: list[float]) -> None:
     with pytest.raises(ConfigError, match=rf"got {len(shares)} .*add seeds or bases"):
         slope_within(shares, shares, [["a"] * len(shares)])

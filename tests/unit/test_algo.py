@@ -15,6 +15,7 @@ from qerl_bench.algo import bnpo, cispo, dapo, dr_grpo, grpo, gspo, reinforce_pp
 from qerl_bench.algo.base import LossInputs
 from qerl_bench.algo.kl import KLPenalty
 from qerl_bench.algo.loss import step_loss
+from qerl_bench.train.batch import advantages_of
 from qerl_core.checks import ConfigError
 
 NARROW: dict[str, Any] = {"epsilon_low": 0.2, "epsilon_high": 0.2}
@@ -536,3 +537,26 @@ def test_kl_is_added_per_token_with_the_weights_of_the_algorithm() -> None:
 def test_kl_values_that_make_no_sense_are_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changed))):
         replace(_kl("k3", weighted=True), **changed)
+
+
+@pytest.mark.parametrize(
+    ("gives", "said"),
+    [
+        (lambda rewards: rewards.T, r"here \(4, 16\), and gave \(16, 4\)"),
+        (lambda rewards: rewards[:, :1], r"gave \(4, 1\)"),
+        (lambda rewards: rewards.flatten(), r"gave \(64,\)"),
+        (lambda rewards: rewards.tolist(), "gave list"),
+        (lambda rewards: None, "gave NoneType"),
+    ],
+)
+def test_advantages_of_another_shape_are_refused(gives: Any, said: str) -> None:
+    """Flattened, those of a user's own algorithm would be of other completions."""
+
+    class Own(grpo.GRPO):
+        def advantages(self, rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            return gives(rewards)
+
+    rewards = torch.rand(4, 16)
+    with pytest.raises(ConfigError, match=f"Own.advantages must give a tensor of the shape of rewards.*{said}"):
+        advantages_of(Own(name="own", **CLIP), rewards, torch.ones(4, 16, dtype=torch.int64))
+    assert torch.equal(advantages_of(GRPO, rewards, rewards), GRPO.advantages(rewards, rewards))

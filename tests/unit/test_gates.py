@@ -436,6 +436,11 @@ def test_what_overrules_gates_is_said_as_it_is_typed(
     (said,) = (word for message in caplog.messages for word in shlex.split(message) if word.startswith("despite="))
     assert said == "despite=rise of entropy"
     caplog.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study, "is_finished", lambda run_dir: True)
+        study.main([str(STUDY), "bases=0", f"out={tmp_path}"])  # gates on runs may stop arms that are done
+    assert "0 of " in caplog.messages[-1] and "runs are left to do" in caplog.messages[-1]
+    caplog.clear()
     study.main([str(STUDY), "bases=0", f"out={tmp_path}", said])
     assert "stopped by" not in caplog.text and "are left to do" in caplog.text
 

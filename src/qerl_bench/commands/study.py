@@ -116,7 +116,11 @@ def conduct(design: Design, options: Any, slots: int, deadline: Deadline, tiers:
     if not probes and not failed:
         failed.append("no base was probed in the time: give more with minutes=N")
     elif blocked_arms and not points:
-        failed.append("no arm may run: gates stop all of them")
+        every = [point for block in blocks_of(design, probes, not_chosen) for point in block]
+        if every and all(is_finished(point.run_dir) for point in every):  # gates on runs are asked when there are some
+            log.info("0 of %d runs are left to do", len(every))
+        else:
+            failed.append("no arm may run: gates stop all of them")
     else:
         log.info("%d of %d runs are left to do%s%s", left, len(points), others, continues)
     if failed:

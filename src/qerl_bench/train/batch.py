@@ -136,8 +136,21 @@ def rollout_batch(groups: list[Group], algo: Algorithm, policy: Policy) -> Batch
         policy.pad_id,
         HOST,
         [rollout.logprobs for rollout in rollouts],
-        algo.advantages(rewards, lengths).flatten(),
+        advantages_of(algo, rewards, lengths).flatten(),
     )
+
+
+def advantages_of(algo: Algorithm, rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The advantages of `algo`, (P, G). Raises ConfigError for another shape, which may be of an algorithm of a user's
+    own: flattened, it would give a completion the advantage of another."""
+    found = algo.advantages(rewards, lengths)
+    shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+    require(
+        shape == tuple(rewards.shape),
+        f"{type(algo).__name__}.advantages must give a tensor of the shape of rewards, (prompts, completions of each), "
+        f"here {tuple(rewards.shape)}, and gave {shape}",
+    )
+    return found
 
 
 def demonstration_batch(task: Task, specs: Specs, policy: Policy, step: int) -> Batch:

@@ -77,7 +77,8 @@ def slope(x: Sequence[float], y: Sequence[float], groups: Sequence[Sequence[Hash
     spread, df = float(within @ within), len(x) - int(np.linalg.matrix_rank(constants)) - 1
     found = float(within @ rest) / spread if spread > SPREAD else math.nan
     residual = rest - found * within
-    return Estimate(found, math.sqrt(float(residual @ residual) / df / spread) if df > 0 else math.nan, len(x), df)
+    known = df > 0 and spread > SPREAD
+    return Estimate(found, math.sqrt(float(residual @ residual) / df / spread) if known else math.nan, len(x), df)
 
 
 def least_squares(treated: pd.Series, control: pd.Series, place: Mapping[Any, str]) -> Estimate:
