@@ -1,5 +1,5 @@
 """What a checkout weighs: 21 MB. The study on released models has 3.8 of them, the fair test 2.5, what earlier versions
-stored 1.5. Of the rest, programs made 6.4 (tables, pictures, notebooks), and people wrote 7.6: this grows with what the
+stored 1.5. Of the rest, programs made 6.4 (tables, pictures, notebooks), and people wrote 7.8: this grows with what the
 harness does, and somebody reads each line of it. A mend that was left out for 2 kB of it cost more than they do."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def test_a_checkout_stays_small() -> None:
         other = WRITTEN if Path(name).suffix in WORDS else MADE
         place = next((folder for folder in (BOUGHT, FAIR, STORED) if name.startswith(folder)), other)
         sizes[place] += (ROOT / name).stat().st_size if (ROOT / name).is_file() else 0
-    assert sizes[WRITTEN] < 7.8e6 and sizes[MADE] < 6.5e6 and sizes[STORED] < 1.5e6
+    assert sizes[WRITTEN] < 7.9e6 and sizes[MADE] < 6.5e6 and sizes[STORED] < 1.5e6
     assert sizes[BOUGHT] < 3.8e6 and sizes[FAIR] < 2.5e6
 
 
