@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from qerl_bench.aqn.base import OpenLoop, Schedule, stage_of
@@ -193,14 +194,14 @@ def test_a_constant_that_makes_no_sense_is_refused(level: Any) -> None:
         Constant(name="constant", level=level)
 
 
-@pytest.mark.parametrize("wrong", [-1e-3, math.nan, math.inf])
-def test_a_schedule_of_the_users_own_is_refused_if_one_step_has_no_standard_deviation(wrong: float) -> None:
+@pytest.mark.parametrize("wrong", [-1e-3, math.nan, math.inf, None, "0.1"])
+def test_a_schedule_of_the_users_own_is_refused_if_one_step_has_no_standard_deviation(wrong: Any) -> None:
     class Own(Schedule):
         name = "own"
 
         def sigma(self, step: int, total_steps: int) -> float:
-            return wrong if step == total_steps - 1 else 0.0
+            return wrong if step == total_steps - 1 else np.float32(0.5)
 
     with pytest.raises(ConfigError, match=r"aqn=own has sigma=.* in step 4 of 5: .* at least 0"):
         OpenLoop(Own(), 5)
-    assert OpenLoop(Own(), 1).sigma(1) == 0.0
+    assert type(OpenLoop(Own(), 1).sigma(1)) is float  # which JSON can say

@@ -13,6 +13,7 @@ import pytest
 from qerl_bench.commands import status as command
 from qerl_core.checks import ConfigError
 from qerl_core.rundir import locks
+from qerl_core.rundir.read_files import REMEDY
 from qerl_core.rundir.run_checks import check_run_dir
 from qerl_core.sweeps import listing, status
 from qerl_core.sweeps.listing import listed
@@ -145,6 +146,15 @@ def test_a_damaged_run_is_not_done(runs, tmp_path: Path, capsys: pytest.CaptureF
     with pytest.raises(ConfigError) as refused:
         check_run_dir(folder, runs.config)
     assert line.endswith(str(refused.value)) and re.search("delete", str(refused.value), re.IGNORECASE)
+
+
+def test_a_record_that_is_missing_is_named_with_the_remedy(run, tmp_path: Path) -> None:
+    folder = run("a", steps=2)
+    (folder / "done.json").write_text('{"seconds": 1.0}')
+    (folder / "metrics.jsonl").unlink()
+    (found,) = status.statuses([tmp_path])
+    assert found.state == "damaged" and found.note.startswith(f"{folder / 'metrics.jsonl'}: No such file")
+    assert found.note.endswith(REMEDY)
 
 
 def test_watching_ends_when_nothing_goes_on(

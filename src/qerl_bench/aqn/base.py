@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, Protocol
 
 from qerl_bench.aqn.norm_errors import NormErrors
@@ -71,8 +72,8 @@ class OpenLoop:
         for step in range(1, total_steps + 1):
             sigma = schedule.sigma(step, total_steps)
             require(
-                math.isfinite(sigma) and sigma >= 0,
-                f"aqn={schedule.name} has sigma={sigma:g} in step {step} of {total_steps}: a standard deviation is a "
+                isinstance(sigma, Real) and math.isfinite(sigma) and sigma >= 0,
+                f"aqn={schedule.name} has sigma={sigma!r} in step {step} of {total_steps}: a standard deviation is a "
                 "finite number of at least 0; change its options or its class",
             )
         self.schedule = schedule
@@ -80,7 +81,7 @@ class OpenLoop:
         self.per_norm_scale: Mapping[str, float] = per_norm_scale or {}
 
     def sigma(self, step: int) -> float:
-        return self.schedule.sigma(step, self.total_steps)
+        return float(self.schedule.sigma(step, self.total_steps))  # a class of one's own may give NumPy's
 
     def update(self, step: int, entropy: float) -> dict[str, float]:
         return {}

@@ -124,8 +124,10 @@ def damage_of(run: Path, done: FileState) -> str | None:
         refuse_damaged(run)
         if not vouched_seals(run):
             require_readable(run)
-    except (ConfigError, OSError) as error:
+    except ConfigError as error:
         return str(error)
+    except OSError as error:
+        return f"{error.filename or run}: {error.strerror or error}. {REMEDY}"
     return None
 
 
