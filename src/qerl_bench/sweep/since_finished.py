@@ -15,7 +15,6 @@ from qerl_core.options.user_options import folders
 from qerl_core.rundir.checksums import digest
 from qerl_core.rundir.read_files import REMEDY, read_object
 from qerl_core.sweeps.points import Point
-from qerl_studies.runs.parse import first_names
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +26,8 @@ def warn_of_changes(points: Sequence[Point]) -> None:
         for name in point.changed:
             changed.setdefault(name, []).append(point.name)
     for name, runs in changed.items():
+        from qerl_studies.runs.parse import first_names  # which imports pandas
+
         log.warning(
             "%s is not what finished runs were made with (%s), and they are not made again. Delete their folders for "
             "that, or give root=DIR",

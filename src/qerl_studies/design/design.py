@@ -117,6 +117,10 @@ class Design:
                 f"{self.reference.name} and {arm.name} of {self.path} differ in model or task ({said}): give each its "
                 "own study",
             )
+        named: dict[str, str] = {}  # a name says all that differs
+        for arm in self.arms:
+            other = named.setdefault(str(self.tree(arm)["name"]), arm.name)
+            require(other == arm.name, f"{other} and {arm.name} of {self.path} differ in nothing: leave one out")
         require(
             self.option(self.reference, "algo")["name"] != "sft",
             f"the first arm of {self.path} is what gates read rollouts of: it cannot have algo=sft",
