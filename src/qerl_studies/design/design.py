@@ -160,9 +160,7 @@ class Design:
         return _tree(*self.base_words(arm, base))
 
     def plain(self, quant: str) -> Arm:
-        """The format alone, as a base is asked in it: options of an arm, such as its temperature, would change what is
-        compared.
-        """
+        """The format alone, for a base: options of an arm, such as its temperature, would change what is compared."""
         return Arm(name=quant, tier=1, words=format_words(quant))
 
     def format_of(self, arm: Arm) -> str:
@@ -258,7 +256,6 @@ def judge_of(path: Path, given: object) -> object:
 
 def read_design(path: Path, words: Sequence[str] = ()) -> Design:
     """The design in a YAML file; a common word that has the key of one of `words` is replaced by it, others are added.
-
     Raises ConfigError for unknown, missing or wrong entries.
     """
     written = read_yaml(path)
