@@ -255,9 +255,8 @@ def judge_of(path: Path, given: object) -> object:
 
 
 def read_design(path: Path, words: Sequence[str] = ()) -> Design:
-    """The design in a YAML file; a common word that has the key of one of `words` is replaced by it, others are added.
-    Raises ConfigError for unknown, missing or wrong entries.
-    """
+    """The design in a YAML file; `words` are added, or replace common ones of their key. Raises ConfigError for others
+    than the keys that there are, and for wrong values."""
     written = read_yaml(path)
     repeated = "units" if isinstance(written, dict) and "units" in written else "bases"
     chosen = {key: written.pop(key, None) if isinstance(written, dict) else None for key in OPTIONAL}
