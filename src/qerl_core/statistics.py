@@ -50,6 +50,8 @@ class Estimate:
     stderr_questions: float | None = None
     stderr_sampling: float | None = None
     exact: bool = False
+    least: float = -math.inf
+    most: float = math.inf
 
     @property
     def known_stderr(self) -> float | None:
@@ -68,11 +70,11 @@ class Estimate:
 
     @property
     def low(self) -> float:
-        return self.value - self.half_width
+        return max(self.value - self.half_width, self.least)  # NaN stays
 
     @property
     def high(self) -> float:
-        return self.value + self.half_width
+        return min(self.value + self.half_width, self.most)
 
     def interval_text(self, show: Callable[[float], str]) -> str:
         """[low, high], each as `show` has it; - where nothing varied."""

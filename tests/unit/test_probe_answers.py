@@ -49,6 +49,9 @@ def test_accuracy_pass_at_k_and_groups_with_signal_are_what_counting_all_choices
         mixed = [[0 < sum(group) < k for group in combinations(row, k)] for row in answers]
         assert signal(one, k).value == pytest.approx(np.mean(mixed))
     assert signal(one, 8) == signal(one, 5)
+    assert accuracy(one).low < accuracy(one).value < accuracy(one).high
+    few = accuracy(found([0, 0, 0, 4], 4))  # 25 points, and Student's t is 80 wide on either side
+    assert (few.low, few.high) == (0.0, 1.0) and few.half_width > 0.75
 
 
 def test_entropies_are_told_apart_by_their_place_in_the_completion() -> None:

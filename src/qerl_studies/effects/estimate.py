@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -56,6 +56,11 @@ class Share(Estimate):
 
         found = binomtest(round(self.value * self.n), self.n).proportion_ci(CONFIDENCE, method="wilson")
         return float(found.low), float(found.high)
+
+
+def of_shares(mean: Estimate) -> Estimate:
+    """A mean of shares, whose interval does not leave 0 to 1."""
+    return replace(mean, least=0.0, most=1.0)
 
 
 def share(found: Sequence[bool]) -> Share:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from qerl_core.statistics import Estimate, found_among, over_questions, over_samples, pass_at_k
-from qerl_studies.effects.estimate import share
+from qerl_studies.effects.estimate import of_shares, share
 
 MOST_CUT = 0.03  # share of answers
 DRAFTED = 4  # tokens before each pass of a policy that verifies drafts
@@ -45,7 +45,7 @@ def by_part(entropies: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarra
 def accuracy(found: Mapping[str, Any], column: str = "correct") -> Estimate:
     """The accuracy over questions of what `numbers` keeps; of the `lenient` one too."""
     rows = _answers(found, column)
-    return over_samples(rows) if found["samples"] > 1 else share([right > 0 for (right,) in rows])
+    return of_shares(over_samples(rows)) if found["samples"] > 1 else share([right > 0 for (right,) in rows])
 
 
 def pass_at(found: Mapping[str, Any], k: int) -> Estimate:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from qerl_core.statistics import Estimate, mean_ci
-from qerl_studies.effects.estimate import over_units
+from qerl_studies.effects.estimate import of_shares, over_units
 from qerl_studies.probes.numbers import DRAFTED, accuracy, pass_at
 from qerl_studies.probes.simex import DEGREES, extrapolated
 
@@ -70,7 +70,7 @@ def mean_accuracy(units: Sequence[Record], quant: str, temperature: str, column:
     found = [asked(one, quant, temperature) for one in measured_in(quant, units)]
     if len(found) == 1 and found[0][column] is not None:
         return accuracy(found[0], column)
-    return mean_of(units, quant, right_at(temperature, column))
+    return of_shares(mean_of(units, quant, right_at(temperature, column)))
 
 
 def minus(first: str, number: Number) -> Number:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qerl_core.statistics import Estimate, mean_ci
-from qerl_studies.effects.estimate import share
+from qerl_studies.effects.estimate import of_shares, share
 from qerl_studies.probes.numbers import accuracy, of_scale, pass_at, signal
 from qerl_studies.probes.over_units import DRAFTS, mean_of, minus, right_at
 from qerl_studies.tables.markdown import markdown_table
@@ -127,7 +127,7 @@ def contamination(found: Mapping[str, Sequence[Mapping[str, int]]]) -> Table:
         whole = share([one["first"] == one["left"] for one in each])
         first, common = (mean_ci([one[part] / one["left"] for one in each]) for part in ("first", "common"))
         left = sum(one["left"] for one in each) / len(each)
-        shares = [interval(one, ".1f") for one in (whole, first, common)]
+        shares = [interval(of_shares(one), ".1f") for one in (whole, first, common)]
         lines.append([kind, f"{len(each)}", f"{left:.0f}", *shares])
     return ["questions", "number", "tokens left out", "completed to the end", "right up to there", "ROUGE-L"], lines
 
