@@ -12,11 +12,13 @@ from omegaconf import OmegaConf
 from qerl_core.checks import ConfigError
 from qerl_core.options.fingerprint import flat
 from qerl_core.options.user_options import folders
-from qerl_core.rundir.checksums import digest
+from qerl_core.rundir.checksums import DONE, digest
 from qerl_core.rundir.read_files import REMEDY, read_object
 from qerl_core.sweeps.points import Point
 
 log = logging.getLogger(__name__)
+NOWHERE = Path("nowhere/at/all")
+TEXT = "the calibration text"
 
 
 def warn_of_changes(points: Sequence[Point]) -> None:
@@ -39,21 +41,39 @@ def warn_of_changes(points: Sequence[Point]) -> None:
 def changed_since(run_dir: Path, tree: Mapping[str, Any]) -> list[str]:
     """The own code, by its recorded name, and inputs, as messages call them, that a finished run had otherwise.
 
-    What cannot be found or read now is left out: a finished run needs nothing of it.
+    What cannot be found or read now is left out: a finished run needs nothing of it. Data are read if their files were
+    written since the run began.
     """
-    file, options = run_dir / "env.json", flat(dict(tree))
-    made_with = read_object(file, REMEDY) if file.is_file() else {}
-    changed = []
+    options = {key: Path(value) for key, value in flat(dict(tree)).items() if isinstance(value, str)}
+    try:
+        made_with = read_object(run_dir / "env.json", REMEDY)
+        began = read_object(run_dir / DONE, REMEDY).get("started") or 0.0
+    except (ConfigError, OSError):  # an earlier version's, or damaged, which others say
+        return []
+    inputs, changed = made_with.get("inputs") or {}, []
     for name, version in sorted((made_with.get("own_code") or {}).items()):
-        named = [Path(value) for value in options.values() if isinstance(value, str) and Path(value).name == name]
-        now = next((place for place in [*(folder / name for folder in folders()), *named] if place.is_file()), None)
-        changed += [name] if now is not None and digest(now) != version else []
-    if any(value and key.endswith(("_file", ".file")) for key, value in options.items()):
-        changed += changed_inputs(tree, made_with.get("inputs") or {})
+        places = [folder / name for folder in folders()[1:]] + [file for file in options.values() if file.name == name]
+        changed += [name] if differs(places, version) else []
+    if differs([options.get("quantizer.calibration.file", NOWHERE)], inputs.get(TEXT)):
+        changed.append(TEXT)
+    data = [options.get(f"task.{part}_file", NOWHERE) for part in ("train", "eval")]
+    if all(file.is_file() for file in data) and any(written_s(file) > began for file in data):
+        changed += changed_data(tree, inputs)
     return changed
 
 
-def changed_inputs(tree: Mapping[str, Any], recorded: Mapping[str, str]) -> list[str]:
+def differs(places: Sequence[Path], version: str | None) -> bool:
+    """Whether a file is in one of these places, and in none has this SHA-256; False if that is not known."""
+    there = [place for place in places if place.is_file()]
+    return version is not None and bool(there) and all(digest(place) != version for place in there)
+
+
+def written_s(file: Path) -> float:
+    """When a file was written, or put in its place, in unix seconds."""
+    return max(file.stat().st_mtime, file.stat().st_ctime)
+
+
+def changed_data(tree: Mapping[str, Any], recorded: Mapping[str, str]) -> list[str]:
     from qerl_bench.config import build
     from qerl_bench.eval.inputs import inputs_of
 
@@ -61,4 +81,4 @@ def changed_inputs(tree: Mapping[str, Any], recorded: Mapping[str, str]) -> list
         now = inputs_of(build(OmegaConf.create(dict(tree))), None, None)
     except (ConfigError, OSError):
         return []
-    return [name for name, version in now.items() if recorded.get(name, version) != version]
+    return [name for name, version in now.items() if name != TEXT and recorded.get(name, version) != version]
