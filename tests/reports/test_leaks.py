@@ -15,7 +15,7 @@ from qerl_bench.config import build as build_experiment
 from qerl_bench.config import compose
 from qerl_bench.config import spec as build_spec
 from qerl_bench.task.question_form import normalize_question
-from qerl_bench.task.sources import _file_rows
+from qerl_bench.task.sources import _rows_of
 from qerl_core.checks import ConfigError
 
 # --- different sums count as one question: https://github.com/GanjinZero/math401-llm/issues/4 and its data ------------
@@ -155,7 +155,7 @@ def test_an_evaluation_of_another_task_is_compared_with_what_the_run_trained_on(
 def test_a_training_file_that_is_gone_is_said(trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     moved = trained.parents[1] / "train.jsonl"
     moved.rename(tmp_path / "train.jsonl")
-    _file_rows.cache_clear()
+    _rows_of.cache_clear()
     try:
         found = evaluate(trained, tmp_path / "out", PROBLEMS[:2])
     finally:

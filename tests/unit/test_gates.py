@@ -439,7 +439,9 @@ def test_what_overrules_gates_is_said_as_it_is_typed(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study, "is_finished", lambda run_dir: True)
         study.main([str(STUDY), "bases=0", f"out={tmp_path}"])  # gates on runs may stop arms that are done
-    assert "0 of " in caplog.messages[-1] and "runs are left to do" in caplog.messages[-1]
+        assert "0 of " in caplog.messages[-1] and "runs are left to do" in caplog.messages[-1]
+        with pytest.raises(TrainingStopped, match="no arm may run"):  # and there are bases that no run is of
+            study.main([str(STUDY), "bases=0,1", f"out={tmp_path}"])
     caplog.clear()
     study.main([str(STUDY), "bases=0", f"out={tmp_path}", said])
     assert "stopped by" not in caplog.text and "are left to do" in caplog.text

@@ -14,7 +14,6 @@ import pytest
 from qerl_bench.commands.run import run_experiment
 from qerl_bench.config import build, compose
 from qerl_bench.eval.inputs import inputs_of
-from qerl_bench.task import sources
 from qerl_core.checks import ConfigError
 from tests.models import builds
 from tests.short_runs import killed_in_step
@@ -79,8 +78,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, *more: str) -> Any:
-    """As a new process composes it, which reads the files again."""
-    sources._file_rows.cache_clear()
+    """The config; files that changed are read again."""
     files = [f"task.{name}_file={folder}/{name}.jsonl" for name in ("train", "eval")]
     sizes = [
         "task.max_completion_tokens=4",

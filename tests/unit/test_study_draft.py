@@ -90,7 +90,7 @@ def test_runs_of_another_size_tell_no_time(tmp_path: Path) -> None:
         ((*QUESTION, *COST, "optm.lr=1"), "optim.lr"),
         ((*QUESTION, *COST, "sd=0"), "sd must be a number above 0"),
         (("model=tiny", "contrast=task=gsm8k,dag", *COST), "differ in model or task"),
-        (("model=tiny", "task=dag", "contrast=optim.lr=1e-4,0.0001", *COST), "1e-4 and 0.0001 .* differ in nothing"),
+        (("model=tiny", "task=dag", "contrast=optim.lr=1e-4,0.0001", *COST), "1e-4 and 0.0001 .* the same numbers"),
         ((*QUESTION, *COST, "seed=3"), "seed=3, which the study sets"),
     ],
 )  # fmt: skip

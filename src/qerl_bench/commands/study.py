@@ -117,7 +117,7 @@ def conduct(design: Design, options: Any, slots: int, deadline: Deadline, tiers:
         failed.append("no base was probed in the time: give more with minutes=N")
     elif blocked_arms and not points:
         every = [point for block in blocks_of(design, probes, not_chosen) for point in block]
-        if every and all(is_finished(point.run_dir) for point in every):  # gates on runs are asked when there are some
+        if every and not unprobed and all(is_finished(point.run_dir) for point in every):  # which gates judge now
             log.info("0 of %d runs are left to do", len(every))
         else:
             failed.append("no arm may run: gates stop all of them")

@@ -52,8 +52,8 @@ def changed_since(run_dir: Path, tree: Mapping[str, Any]) -> list[str]:
         return []
     inputs, changed = made_with.get("inputs") or {}, []
     for name, version in sorted((made_with.get("own_code") or {}).items()):
-        places = [folder / name for folder in folders()[1:]] + [file for file in options.values() if file.name == name]
-        changed += [name] if differs(places, version) else []
+        named = [file for file in options.values() if file.name == name and file.is_file()]
+        changed += [name] if differs(named or [folder / name for folder in folders()[1:]], version) else []
     if differs([options.get("quantizer.calibration.file", NOWHERE)], inputs.get(TEXT)):
         changed.append(TEXT)
     data = [options.get(f"task.{part}_file", NOWHERE) for part in ("train", "eval")]
@@ -79,6 +79,6 @@ def changed_data(tree: Mapping[str, Any], recorded: Mapping[str, str]) -> list[s
 
     try:
         now = inputs_of(build(OmegaConf.create(dict(tree))), None, None)
-    except (ConfigError, OSError):
+    except Exception:  # of a task of the user's own
         return []
     return [name for name, version in now.items() if name != TEXT and recorded.get(name, version) != version]

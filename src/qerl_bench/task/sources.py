@@ -15,6 +15,7 @@ from typing import Any
 from qerl_bench.task.datafile import read_rows
 from qerl_bench.task.grader.grader import Grader
 from qerl_core.checks import ConfigError, count, optional, require
+from qerl_core.file_state import FileState, file_state
 
 MAX_EXAMPLES = 3  # shown for each kind of bad row
 USUAL = {  # what others call the columns
@@ -192,8 +193,13 @@ def _likely(missing: Sequence[str], left: Sequence[str], raw: Sequence[Mapping[s
     return found
 
 
-@lru_cache(maxsize=8)
 def _file_rows(path: str) -> dict[str, dict[str, Any]]:
+    return _rows_of(path, file_state(Path(path)) if Path(path).is_file() else None)
+
+
+@lru_cache(maxsize=8)
+def _rows_of(path: str, state: FileState | None) -> dict[str, dict[str, Any]]:
+    """The rows of a file in a `state`: one that changes while a process lives is read again."""
     return read_rows(path)
 
 

@@ -120,7 +120,7 @@ class Design:
         named: dict[str, str] = {}  # a name says all that differs
         for arm in self.arms:
             other = named.setdefault(str(self.tree(arm)["name"]), arm.name)
-            require(other == arm.name, f"{other} and {arm.name} of {self.path} differ in nothing: leave one out")
+            require(other == arm.name, f"{other} and {arm.name} of {self.path} make the same numbers: leave one out")
         require(
             self.option(self.reference, "algo")["name"] != "sft",
             f"the first arm of {self.path} is what gates read rollouts of: it cannot have algo=sft",
