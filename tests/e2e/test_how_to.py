@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from qerl_bench.__main__ import main
 from qerl_bench.conduct.draft import Budget
 from tests.models import builds, gguf_files
 from tests.parallel.programs import UNDRAWN
+from tests.unpacked import unpack
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "how-to"
@@ -35,7 +35,7 @@ SMALL = {  # words of a page -> words of its test
     "task=gsm8k": "task=even_characters device=cpu",
     "steps=100": "steps=2 save_every=2 eval.questions=4",
     "formats=nvfp4,bf16": "formats=nvfp4,bf16 questions=4 samples=2 temperatures=0,1 rise=0",
-    "minutes=240 runs": "minutes=10 run_minutes=1 runs",
+    "minutes=240 runs": "minutes=20 run_minutes=1 runs",
     "aqn=none,matched": "aqn=none,exp",  # random weights have no entropy left to raise
     "minutes=240 out": "slots=2 with_changes=true despite=pass,groups,rise,KL,headroom,gain out",
 }
@@ -95,8 +95,7 @@ def test_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     def foreign(name: str) -> None:
         for old in (runs, study):
             shutil.rmtree(old, ignore_errors=True)
-        with tarfile.open(ROOT / "tests" / "assets" / "foreign" / f"{name}.tar.xz") as packed:
-            packed.extractall(tmp_path, filter="data")
+        unpack(ROOT / "tests" / "assets" / "foreign" / f"{name}.tar.xz", tmp_path)
         (tmp_path / name).rename(runs)
 
     foreign("trl")

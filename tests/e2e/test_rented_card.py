@@ -18,6 +18,7 @@ import yaml
 from qerl_bench.__main__ import main
 from tests.models import gguf_files
 from tests.parallel.programs import UNDRAWN
+from tests.unpacked import unpack
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "how-to" / "rented-card.md"
@@ -64,7 +65,7 @@ def test_a_rented_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert (tmp_path / "site" / "carried.py").is_file()
     with tarfile.open(tmp_path / "code" / "out.tgz") as packed:
         assert not {"runs", "cache"} & {part for name in packed.getnames() for part in Path(name).parts}
-        packed.extractall(tmp_path / "home", filter="data")
+    unpack(tmp_path / "code" / "out.tgz", tmp_path / "home")
     answers = pd.read_parquet(tmp_path / "home" / "out" / "NAME" / "tidy.parquet")
     assert answers["run"].nunique() == 4, (tmp_path / "NAME.log").read_text()
     environments = [json.loads(file.read_text()) for file in tmp_path.glob("code/runs/*/env.json")]

@@ -10,7 +10,6 @@ import csv
 import json
 import re
 import shutil
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from qerl_studies.foreign.verdict import Judged, judge, markdown
 from qerl_studies.runs.comparable import load_runs
 from qerl_studies.runs.reported import ABOUT, COLUMNS, REPORTED, read_rows
 from qerl_studies.runs.settings import by_scope
+from tests.unpacked import unpack
 
 ROOT = Path(__file__).parents[2]
 ASSETS = ROOT / "tests" / "assets" / "foreign"
@@ -39,12 +39,11 @@ NAMED = ["model=SmolLM2", "task=sums"]
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Callable[[str], Path]:
-    def unpack(name: str) -> Path:
-        with tarfile.open(ASSETS / f"{name}.tar.xz") as packed:
-            packed.extractall(tmp_path, filter="data")
+    def unpacked(name: str) -> Path:
+        unpack(ASSETS / f"{name}.tar.xz", tmp_path)
         return tmp_path / name
 
-    return unpack
+    return unpacked
 
 
 def imported(*words: str) -> Path:
