@@ -74,7 +74,7 @@ def test_what_has_changed_since_is_named(
 
 
 def test_only_data_of_files_that_were_written_since_are_read(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever a task of the user's own raises then: a finished run needs nothing of it."""
     place = shutil.copytree(finished, tmp_path / "copy")
@@ -87,8 +87,12 @@ def test_only_data_of_files_that_were_written_since_are_read(
         raise KeyError("answer")
 
     monkeypatch.setattr(inputs, "inputs_of", reading)
+    caplog.set_level("INFO")
     tree = Composer().tree([*WORDS[1:]])
     assert changed_since(place / "runs" / "done", tree) == [] and read == ["read"]  # copies were written just now
+    assert [line.endswith("cannot be read now, so they are not compared ('answer')") for line in caplog.messages] == [
+        True
+    ]
     (place / "runs" / "done" / "done.json").write_text(json.dumps(record | {"started": 4e9}))
     assert changed_since(place / "runs" / "done", tree) == [] and read == ["read"]
     hub = Composer().tree([word for word in WORDS[1:] if "_file" not in word])

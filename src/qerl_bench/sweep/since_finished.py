@@ -17,24 +17,20 @@ from qerl_core.rundir.read_files import REMEDY, read_object
 from qerl_core.sweeps.points import Point
 
 log = logging.getLogger(__name__)
-NOWHERE = Path("nowhere/at/all")
+DATA = ("task.train_file", "task.eval_file")
 TEXT = "the calibration text"
 
 
 def warn_of_changes(points: Sequence[Point]) -> None:
     """Warn of each thing that is now another than finished runs were made with."""
-    changed: dict[str, list[str]] = {}
-    for point in points:
-        for name in point.changed:
-            changed.setdefault(name, []).append(point.name)
-    for name, runs in changed.items():
+    for name in dict.fromkeys(name for point in points for name in point.changed):
         from qerl_studies.runs.parse import first_names  # which imports pandas
 
         log.warning(
             "%s is not what finished runs were made with (%s), and they are not made again. Delete their folders for "
             "that, or give root=DIR",
             name,
-            first_names(runs),
+            first_names(point.name for point in points if name in point.changed),
         )
 
 
@@ -54,11 +50,11 @@ def changed_since(run_dir: Path, tree: Mapping[str, Any]) -> list[str]:
     for name, version in sorted((made_with.get("own_code") or {}).items()):
         named = [file for file in options.values() if file.name == name and file.is_file()]
         changed += [name] if differs(named or [folder / name for folder in folders()[1:]], version) else []
-    if differs([options.get("quantizer.calibration.file", NOWHERE)], inputs.get(TEXT)):
-        changed.append(TEXT)
-    data = [options.get(f"task.{part}_file", NOWHERE) for part in ("train", "eval")]
-    if all(file.is_file() for file in data) and any(written_s(file) > began for file in data):
-        changed += changed_data(tree, inputs)
+    text = options.get("quantizer.calibration.file")
+    changed += [TEXT] if text is not None and differs([text], inputs.get(TEXT)) else []
+    data = [options[key] for key in DATA if key in options and options[key].is_file()]
+    if len(data) == len(DATA) and any(written_s(file) > began for file in data):  # none is of a hub
+        changed += changed_data(run_dir, tree, inputs)
     return changed
 
 
@@ -73,12 +69,13 @@ def written_s(file: Path) -> float:
     return max(file.stat().st_mtime, file.stat().st_ctime)
 
 
-def changed_data(tree: Mapping[str, Any], recorded: Mapping[str, str]) -> list[str]:
+def changed_data(run_dir: Path, tree: Mapping[str, Any], recorded: Mapping[str, str]) -> list[str]:
     from qerl_bench.config import build
     from qerl_bench.eval.inputs import inputs_of
 
     try:
         now = inputs_of(build(OmegaConf.create(dict(tree))), None, None)
-    except Exception:  # of a task of the user's own
+    except Exception as error:  # whatever a task of the user's own raises: a finished run is not in need of it
+        log.info("%s: its data cannot be read now, so they are not compared (%s)", run_dir, error)
         return []
     return [name for name, version in now.items() if name != TEXT and recorded.get(name, version) != version]

@@ -119,7 +119,7 @@ class Design:
             )
         named: dict[str, str] = {}  # a name says all that differs
         for arm in self.arms:
-            other = named.setdefault(str(self.tree(arm)["name"]), arm.name)
+            other = named.setdefault(self.option(arm, "name"), arm.name)
             require(other == arm.name, f"{other} and {arm.name} of {self.path} make the same numbers: leave one out")
         require(
             self.option(self.reference, "algo")["name"] != "sft",

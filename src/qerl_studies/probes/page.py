@@ -125,9 +125,9 @@ def contamination(found: Mapping[str, Sequence[Mapping[str, int]]]) -> Table:
     lines = []
     for kind, each in found.items():
         whole = share([one["first"] == one["left"] for one in each])
-        first, common = (mean_ci([one[part] / one["left"] for one in each]) for part in ("first", "common"))
+        first, common = (of_shares(mean_ci([one[part] / one["left"] for one in each])) for part in ("first", "common"))
         left = sum(one["left"] for one in each) / len(each)
-        shares = [interval(of_shares(one), ".1f") for one in (whole, first, common)]
+        shares = [interval(one, ".1f") for one in (whole, first, common)]
         lines.append([kind, f"{len(each)}", f"{left:.0f}", *shares])
     return ["questions", "number", "tokens left out", "completed to the end", "right up to there", "ROUGE-L"], lines
 
