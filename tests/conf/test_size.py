@@ -1,4 +1,4 @@
-"""What a checkout weighs: 21 MB. The study on released models has 3.8 of them, the fair test 2.5, what earlier versions
+"""What a checkout weighs: 21 MB. The study on released models has 3.8 of them, the fair test 3.0, what earlier versions
 stored 1.5. Of the rest, programs made 6.4 (tables, pictures, notebooks), and people wrote 7.8: this grows with what the
 harness does, and somebody reads each line of it. A mend that was left out for 2 kB of it cost more than they do."""
 
@@ -29,7 +29,7 @@ def test_a_checkout_stays_small() -> None:
         place = next((folder for folder in (BOUGHT, FAIR, STORED) if name.startswith(folder)), other)
         sizes[place] += (ROOT / name).stat().st_size if (ROOT / name).is_file() else 0
     assert sizes[WRITTEN] < 7.9e6 and sizes[MADE] < 6.5e6 and sizes[STORED] < 1.5e6
-    assert sizes[BOUGHT] < 3.8e6 and sizes[FAIR] < 2.5e6
+    assert sizes[BOUGHT] < 3.8e6 and sizes[FAIR] < 3.0e6
 
 
 def test_every_figure_of_a_study_is_shown_on_a_page() -> None:
