@@ -216,3 +216,16 @@ def test_arms_are_read_with_those_of_the_other_part_in_the_same_session(tmp_path
         page = PAGE.ranks_page(pairing)
     assert "**The rank matters.**" in page and "| rank-64 - rank-16 | -5.30 [" in page
     assert re.search(r"\| rank-16 - nvfp4 \| [+-]0\.00 \[", page)
+
+
+def test_the_study_page_says_what_the_pages_say() -> None:
+    """Every row of its tables of contrasts is a row of a page, of the same model, with the same word."""
+    page = (STUDY / "README.md").read_text().partition("\n## NF4, full training")[2].partition("\n## ")[0]
+    pages = {part: (STUDY / part / "results" / "words.md").read_text() for part in FROZEN}
+    small, _, large = pages["nf4"].partition("## 1.5B")
+    of_size = {"0.5B": small + pages["ranks"] + pages["fp8"], "1.5B": large + pages["full"]}
+    row = re.compile(r"\| ([+-][\d.]+ \[[^\]]+\]) \|(?: [\d.]+ \| [\d.]+ \|)? (\*\*.+?\*\*) \|")
+    told = {size: row.findall(page.partition(f"| {size}, ")[2].partition("\n\n")[0]) for size in of_size}
+    assert [len(rows) for rows in told.values()] == [8, 7]
+    for size, rows in told.items():
+        assert {*rows} <= {*row.findall(of_size[size])}
