@@ -118,6 +118,20 @@ def test_gaussian_weights_lose_what_they_are_known_to_lose(spec: Any, squared_er
     assert report.kurtosis == pytest.approx(3, abs=0.05)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda weight: weight.double(), r"torch.float64 \(4, 64\), where it was asked for torch.float32 \(4, 64\)"),
+        (lambda weight: weight.flatten(), r"torch.float32 \(256,\), where"),
+        (lambda weight: weight / (weight != weight[0, 0]), "1 of 256 finite weights as NaN or infinite"),
+    ],
+)
+def test_a_format_that_rebuilds_something_else_is_refused_where_it_does(wrong: Any, says: str) -> None:
+    weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ConfigError, match=says):
+        layer_report(weight, wrong(weight), 1)
+
+
 def test_the_output_error_is_that_of_the_inputs() -> None:
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(8, 32, generator=generator), torch.randn(100, 32, generator=generator)

@@ -12,12 +12,14 @@ Left out: measures that need data, except the output error where a quantizer has
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
+from qerl_core.checks import ConfigError
 from qerl_core.rundir.durable import atomically
 
 _CHUNK = 1 << 17  # weights processed at once; small enough for a CPU's cache
@@ -61,7 +63,7 @@ def layer_report(
     """Compare W (N, K) with `restored`, the FP32 weight that the packed layer multiplies by.
 
     `size` is in bytes, `second_moment` the mean of x x^T over the layer's inputs, (K, K), if it was measured. A layer
-    of zeros has relative error 0, gain 1 and cosine 1.
+    of zeros has relative error 0, gain 1 and cosine 1. Raises ConfigError if `restored` is no finite FP32 (N, K).
     """
     report = _report(_sums(weight, restored), weight.numel(), size)
     error = None if second_moment is None else output_error(weight, restored, second_moment)
@@ -77,8 +79,24 @@ def experts_report(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], size: int
     return _report(sums, count, size)
 
 
+def _require_rebuilt(weight: torch.Tensor, restored: torch.Tensor) -> None:
+    """A format of a user's own may give anything; later on a NaN would look like a fault of the model."""
+    if restored.dtype != torch.float32 or restored.shape != weight.shape:
+        raise ConfigError(
+            f"the format's operand() gives {restored.dtype} {tuple(restored.shape)}, where it was asked for "
+            f"torch.float32 {tuple(weight.shape)}: it must return its argument `dtype`, and one value a weight"
+        )
+    if not all(math.isfinite(float(end)) for end in restored.aminmax()):
+        count = restored.numel() - int(restored.isfinite().sum())
+        raise ConfigError(
+            f"the format rebuilds {count} of {restored.numel()} finite weights as NaN or infinite; "
+            "look at its scales(), such as of a block of zeros, and at its operand()"
+        )
+
+
 def _sums(weight: torch.Tensor, restored: torch.Tensor) -> torch.Tensor:
     """The sums over all weights that a report is made of, FP64 (8,)."""
+    _require_rebuilt(weight, restored)
     sums = torch.zeros(8, dtype=torch.float64, device=weight.device)
     chunk = _CHUNK if weight.device.type == "cpu" else _GPU_CHUNK
     for w, q in zip(weight.reshape(-1).split(chunk), restored.reshape(-1).split(chunk), strict=True):

@@ -155,8 +155,8 @@ def _pack_layers(
             linear, second_moment = linears[name], second_moments.get(name)
             weight = linear.weight.detach()
             packed = quantizer.pack(weight, weight_format, tensor_amax.get(name), second_moment)
-        layer = PackedLinear.replacing(linear, weight_format, packed)
-        reports[name] = layer_report(weight, layer.dequantized(), resident_bytes(layer), second_moment)
+            layer = PackedLinear.replacing(linear, weight_format, packed)
+            reports[name] = layer_report(weight, layer.dequantized(), resident_bytes(layer), second_moment)
         for path in (name, *aliases):
             model.set_submodule(path, layer)
     return reports
