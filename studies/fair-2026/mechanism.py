@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
     (HERE / "results").mkdir(exist_ok=True)
     page = words_page(HERE)  # refuses runs that are not the protocol's
     if not lacking(runs := read(HERE)):
-        save(gaps_figure(rows_of(runs), "bf16", SHOWN, MARGIN), HERE / "results" / "arms")
+        save(gaps_figure(rows_of(runs), "bf16", SHOWN, MARGIN, "0.5B"), HERE / "results" / "arms")
     write_atomically(HERE / "results" / "words.md", page)
     print(HERE / "results" / "words.md")
 

@@ -28,6 +28,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from rates_analysis.contrasts import (
+    COPIES,
     MARGIN,
     PAIRS,
     RATES,
@@ -89,7 +90,8 @@ SENTENCES = {
 FALLS = "the old headline was of nearest rounding and one rate, and falls for this model"
 SENTENCES |= dict.fromkeys(("higher", "no difference beyond the margin"), FALLS)
 SHOWN = {"NVFP4, nearest": "nvfp4", "NVFP4, four-six": "four-six"}  # arms of the figure
-ANSWERED = {"late": "each in its own format, late", "sampled in bf16": "all in BF16, after the last step"}
+ANSWERED = {"late": "each in its own format, steps 32, 36, 40", "sampled in bf16": "all in BF16, step 40"}
+GAPS = ("before", "gain", "late", "greedy")
 OLDER_HEADS = ("contrast", "least squares", "with older references")
 
 
@@ -103,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     for size, read in sizes.items():
         if is_whole(read, options.ended):
             treated = {name: own_best(read.rows, kind) for name, kind in SHOWN.items()}
-            figure = gaps_figure(read.rows, own_best(read.rows, "bf16"), treated, MARGIN)
+            figure = gaps_figure(read.rows, own_best(read.rows, "bf16"), treated, MARGIN, size)
             save(figure, HERE / "results" / DESIGNS[size][0])
     write_atomically(HERE / "results" / "words.md", page)
     print(HERE / "results" / "words.md")
@@ -253,12 +255,25 @@ def words_of(read: Size) -> list[str]:
         "### The same policies in each format, after the last step, without words",
         levels(rows, {name: name for name in ASKED}),
         "### Differences, without words",
-        gaps(rows, pairs),
+        gaps(rows, pairs, (*GAPS, "sampled in bf16")),
         "*Before*: the same questions before the first step. *Gain*: late minus before.",
         "### Older references, without words",
         f"Both arms at 2e-4; Welch's t test with {len(read.older)} more runs of `bf16`, on the same questions.",
         markdown_table(OLDER_HEADS, [with_older(read, pair[0]) for pair in PAIRS[:2]]),
+        "### If one copy is left out",
+        "No test was planned for it. The words are those of seven copies.",
+        without_single_copies(rows),
     ]
+
+
+def without_single_copies(rows: Table) -> str:
+    """The contrasts of both tables, each arm at the rate that is its own best with all copies."""
+    asked, lines = (primary(rows), costs(rows)), []
+    for copy in sorted({*rows["copy"]}):
+        rest = rows[rows["copy"] != copy]
+        found = [one for table in asked for one in tested(rest, table, copies=COPIES - 1).values()]
+        lines.append([str(copy), *(f"{100 * one.found.value:+.2f} **{one.word}**" for one in found)])
+    return markdown_table(["without", *(name for table in asked for name in table)], lines)
 
 
 def table_of(found: Mapping[str, Contrast]) -> str:
@@ -278,9 +293,9 @@ def levels(rows: Table, shares: Mapping[str, str]) -> str:
     return markdown_table(["arm", "copies", *shares.values(), "entropy, last 8, nats", "collapsed"], lines)
 
 
-def gaps(rows: Table, pairs: Sequence[Weights]) -> str:
+def gaps(rows: Table, pairs: Sequence[Weights], shares: Sequence[str] = GAPS) -> str:
     """Differences of arms, and ratios of their entropies in the last steps."""
-    shares, lines = ("before", "gain", "late", "greedy"), []
+    lines = []
     for one in pairs:
         found = [points(effect(rows, one, name), 2, True) for name in shares]
         lines.append([named(one), *found, times(effect(rows, one, "entropy"))])
@@ -304,8 +319,8 @@ def per_cent(values: np.ndarray) -> str:
 # --- figure ----------------------------------------------------------------------------------------------------------
 
 
-def gaps_figure(rows: Table, control: str, treated: Mapping[str, str], margin: float) -> Figure:
-    """Arms `treated`, by their labels, minus the `control`, each answering in its own format, and all in BF16."""
+def gaps_figure(rows: Table, control: str, treated: Mapping[str, str], margin: float, size: str) -> Figure:
+    """Arms `treated`, by their labels, minus the `control`, of a model, answering in their own formats and in BF16."""
     with paper_style():
         figure, (axes,) = panels(1, 2, height=1 + 0.4 * len(treated), width=FULL_WIDTH, sharex=True, sharey=True)
         for ax, (measure, label) in zip(axes, ANSWERED.items(), strict=True):
@@ -318,7 +333,7 @@ def gaps_figure(rows: Table, control: str, treated: Mapping[str, str], margin: f
                 ax.errorbar(100 * found.value, y, xerr=error, color=of, marker="o", markersize=4)
             ax.axvline(0, color=GRAY, linewidth=0.8)
             ax.axvspan(-100 * margin, 100 * margin, color=GRAY, alpha=0.12, linewidth=0)
-            ax.set_title(label)
+            ax.set_title(f"{size}, {label}")
             ax.set_xlabel("right answers minus BF16's, points")
         axes[0].set_yticks(range(len(treated)), [*treated])
         axes[0].set_ylim(len(treated) - 0.4, -0.5)
