@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,6 @@ from tests.scripts import ROOT, script
 
 STUDY = ROOT / "studies" / "fair-2026"
 PART = STUDY / "rates"
-PAGE = script("studies/fair-2026/rates.py")
-FOUND = sys.modules["rates_analysis.contrasts"]  # as the page has it
 # SHA-256 of the protocol at its tag, fair-rates
 FROZEN = "8b516011dc2f6cf75f332972321e99e96a51788b81616b3fbcd269b55d9803d5"
 DESIGNS: dict[str, tuple[range, tuple[str, ...]]] = {
@@ -100,79 +97,6 @@ def test_copies_are_in_no_other_design() -> None:
     drawn = [yaml.safe_load(path.read_text()) for path in others if Path(path).name.endswith(".yaml")]
     used = {copy for one in drawn if isinstance(one, dict) for copy in (one.get("units") or {}).get("dither", [])}
     assert {*range(31, 43)} <= used and not used & {*range(43, 51)}
-
-
-def test_the_page_says_what_the_words_say() -> None:
-    """Effects as words.md has them of the same model, shares rounded to a digit; as many as the tables have cells."""
-    page, words = part_2(), (PART / "results" / "words.md").read_text().partition("## 1.5B")
-    of_words = {"0.5B": triples(words[0]), "1.5B": triples(words[2])}
-    rows = [(line, triples(line)) for line in page.splitlines() if triples(line)]
-    counted = 0
-    for line, said in rows:
-        if len(said) == 1:
-            continue  # without two copies: the next test
-        half = len(said) // 2
-        one_model = next((size for size in of_words if line.startswith(f"| {size}, ")), None)
-        models = [one_model] * len(said) if one_model else ["0.5B"] * half + ["1.5B"] * half
-        for triple, model in zip(said, models, strict=True):
-            assert any(near(triple, other) for other in of_words[model]), line
-        counted += len(said)
-    assert counted == 18 + 18 + 12 + 26
-    verdicts = r"\*\*(higher|lower|not decided)\*\*"
-    each = [re.findall(verdicts, one.partition("### If one copy")[0]) for one in (words[0], words[2])]
-    assert re.findall(verdicts, page) == [word for pair in zip(*each, strict=True) for word in pair]
-
-
-def test_the_page_says_what_hangs_on_single_copies(words: list[str]) -> None:
-    lines = [
-        line.strip("| ").split(" | ") for line in part_2().splitlines() if line.startswith(("| 0.5B, ", "| 1.5B, "))
-    ]
-    table = dict(cells for cells in lines if len(cells) == 2)
-    rows = {size: PAGE.read_size(size, PART / "data").rows for size in ("0.5B", "1.5B")}
-    found: dict[str, list[str]] = {}
-    for size, of in rows.items():
-        for copy in range(43, 51):
-            rest = of[of["copy"] != copy]
-            four_six, nearest, _ = (one.word for one in FOUND.tested(rest, FOUND.primary(rest), copies=7).values())
-            answering, _ = (one.word for one in FOUND.tested(rest, FOUND.costs(rest), copies=7).values())
-            found.setdefault(f"{size} four-six", []).extend([str(copy)] * (four_six != "lower"))
-            found.setdefault(f"{size} nearest", []).extend([str(copy)] * (nearest != "lower"))
-            found.setdefault(f"{size} answering", []).extend([str(copy)] * (answering != "higher"))
-    assert found["0.5B four-six"] == found["0.5B nearest"] == []
-    assert table["0.5B, `four-six` or nearest minus BF16, lower"] == "none"
-    for name, of in (
-        ("0.5B, answering, higher", "0.5B answering"),
-        ("1.5B, `four-six` minus BF16, lower", "1.5B four-six"),
-        ("1.5B, answering, higher", "1.5B answering"),
-    ):
-        assert table[name] == ", ".join(found[of]), name
-
-
-def test_the_page_says_what_is_left_without_two_copies(words: list[str]) -> None:
-    rows = PAGE.read_size("1.5B", PART / "data").rows
-    rest = rows[~rows["copy"].isin([43, 44])]
-    four_six, nearest, _ = FOUND.tested(rest, FOUND.primary(rest)).values()
-    answering, _ = FOUND.tested(rest, FOUND.costs(rest)).values()
-    found = [one.found for one in (four_six, nearest, answering)]
-    told = part_2().partition("| 1.5B without copies 43 and 44, points |")[2].partition("\n\n")[0]
-    for triple, one in zip(triples(told), found, strict=True):
-        assert near(triple, tuple(f"{100 * value:+.2f}" for value in (one.value, one.low, one.high)))
-
-
-def part_2() -> str:
-    """Its sections of the page."""
-    sections = re.split(r"(?m)^(?=## )", (STUDY / "README.md").read_text())
-    return "".join(section for section in sections if section.startswith("## Part 2"))
-
-
-def triples(text: str) -> list[tuple[str, ...]]:
-    return re.findall(r"x?([+-]?[\d.]+) \[([+-]?[\d.]+), ([+-]?[\d.]+)\]", text)
-
-
-def near(said: tuple[str, ...], other: tuple[str, ...]) -> bool:
-    """Whether it is the same to the digits that are said."""
-    digits = len(said[0].partition(".")[2])
-    return all(abs(float(one) - float(two)) <= 0.51 * 10**-digits for one, two in zip(said, other, strict=True))
 
 
 def test_runs_are_found_wherever_a_session_had_the_files(words: list[str]) -> None:
