@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -97,7 +98,8 @@ def test_the_page_says_what_paired_copies_would_say() -> None:
     late = rows[rows["copy"] < 51].pivot(index="copy", columns="arm", values="late")
     gaps = {rate: late[f"nvfp4-{rate}"] - late[f"bf16-{rate}"] for rate in FOUND.RATES}
     asked = (late["four-six-2e-4"] - late["bf16-2e-4"], gaps["2e-4"], gaps["4e-4"] - gaps["2e-4"])
-    nearest = holm([stats.ttest_1samp(one, 0).pvalue for one in asked])[1]
+    tests: list[Any] = [stats.ttest_1samp(one, 0) for one in asked]
+    nearest = holm([one.pvalue for one in tests])[1]
     full, _ = BESIDE.rows_of(BESIDE.OF_FULL)
     late = full.pivot(index="copy", columns="arm", values="late")
     each = [stats.ttest_rel(late[arm], late["full"]).pvalue for arm in ("four-six-2e-4", "nvfp4-2e-4")]
