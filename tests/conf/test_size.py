@@ -1,4 +1,4 @@
-"""What a checkout weighs: 21 MB. The study on released models has 3.8 of them, the fair test 3.0, what earlier versions
+"""What a checkout weighs: 22 MB. The study on released models has 3.8 of them, the fair test 2.8, what earlier versions
 stored 1.5. Of the rest, programs made 6.4 (tables, pictures, notebooks), and people wrote 7.8: this grows with what the
 harness does, and somebody reads each line of it. A mend that was left out for 2 kB of it cost more than they do."""
 
